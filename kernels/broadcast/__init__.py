@@ -1,0 +1,1 @@
+"""`broadcast`: see op.py."""

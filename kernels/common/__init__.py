@@ -1,0 +1,1 @@
+"""What every op shares: routes, the choice of an implementation, op registration."""

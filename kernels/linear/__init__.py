@@ -1,0 +1,1 @@
+"""`linear`: see op.py."""

@@ -1,0 +1,1 @@
+"""`linear_compression`: see op.py."""

@@ -1,0 +1,1 @@
+"""`segment_softmax`: see op.py."""

@@ -1,0 +1,1 @@
+"""`self_target_attention`: see op.py."""

@@ -1,0 +1,1 @@
+"""`target_attention`: see op.py."""

@@ -1,0 +1,100 @@
+"""Which levels a tree has and how they hang together, apart from any rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from ikbo_tree.mapping.errors import TreeError
+
+ALL_PAIRS_DEPTH = 8
+"""Trees up to this depth carry the maps between every two levels; deeper ones carry the maps
+between neighbours and compose the rest when asked, since pairs grow with the square of depth."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Levels, root first, each after its parent.
+
+    `Structure(("user", "vendor", "item", "session"), (-1, 0, 1, 0))` is
+
+        user ── vendor ── item
+          └──── session
+
+    Attributes:
+        levels: the names.
+        parent: position of each level's parent in `levels`; -1 for the root.
+    """
+
+    levels: tuple[str, ...]
+    parent: tuple[int, ...]
+
+    @staticmethod
+    def build(root: str, below: tuple[str, ...], under: Mapping[str, str] | None) -> Structure:
+        """The structure of `root` and `below`, where a level hangs under the one named before it
+        unless `under` names another.
+
+        Raises:
+            TreeError: a name comes twice, is no string, or `under` names an unknown level or one
+                that comes later.
+        """
+        levels = (root, *below)
+        return _build(levels, tuple((under or {}).items()))
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        """Position of each level in `levels`."""
+        return {name: i for i, name in enumerate(self.levels)}
+
+    def at(self, argument: str, level: str) -> int:
+        """Position of `level`; a TreeError that names `argument` if there is none."""
+        position = self.position.get(level)
+        if position is None:
+            raise TreeError(argument, f"must be one of the levels {list(self.levels)}", repr(level))
+        return position
+
+    @cached_property
+    def lineage(self) -> tuple[tuple[int, ...], ...]:
+        """For each level, the positions of its proper ancestors, nearest first."""
+        chains: list[tuple[int, ...]] = []
+        for p in self.parent:
+            chains.append(() if p < 0 else (p, *chains[p]))
+        return tuple(chains)
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """(fine, coarse) positions whose maps a tree carries; each level's nearest ancestor first."""
+        deep = max(len(chain) for chain in self.lineage) + 1 > ALL_PAIRS_DEPTH
+        return tuple(
+            (fine, coarse)
+            for fine, chain in enumerate(self.lineage)
+            for coarse in (chain[:1] if deep else chain)
+        )
+
+
+@lru_cache(maxsize=512)
+def _build(levels: tuple[str, ...], under: tuple[tuple[str, str], ...]) -> Structure:
+    seen: dict[str, int] = {}
+    for i, name in enumerate(levels):
+        if not isinstance(name, str) or not name:
+            raise TreeError("level names", "must be non-empty strings", repr(name))
+        if name in seen:
+            raise TreeError("level names", "must be distinct", f"{name!r} twice")
+        seen[name] = i
+    hangs = dict(under)
+    for name in hangs:
+        if name not in seen:
+            raise TreeError("under", f"must name levels of {list(levels)}", repr(name))
+        if seen[name] == 0:
+            raise TreeError("under", "must not name the root", repr(name))
+    parent = [-1]
+    for i, name in enumerate(levels[1:], start=1):
+        above = hangs.get(name, levels[i - 1])
+        p = seen.get(above, len(levels))
+        if p >= i:
+            raise TreeError(
+                f'under["{name}"]', f"must be a level before it: {list(levels[:i])}", repr(above)
+            )
+        parent.append(p)
+    return Structure(levels, tuple(parent))

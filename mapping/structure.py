@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ikbo_tree.mapping.errors import TreeError
 
 ALL_PAIRS_DEPTH = 8
@@ -32,8 +35,9 @@ class Structure:
 
     @staticmethod
     def build(root: str, below: tuple[str, ...], under: Mapping[str, str] | None) -> Structure:
-        """The structure of `root` and `below`, where a level hangs under the one named before it
-        unless `under` names another.
+        """The structure of `root` and `below`, in their order.
+
+        A level hangs under the one named before it unless `under` names another.
 
         Raises:
             TreeError: a name comes twice, is no string, or `under` names an unknown level or one
@@ -64,13 +68,37 @@ class Structure:
 
     @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """(fine, coarse) positions whose maps a tree carries; each level's nearest ancestor first."""
+        """(fine, coarse) positions whose maps a tree carries; a level's nearest ancestor first."""
         deep = max(len(chain) for chain in self.lineage) + 1 > ALL_PAIRS_DEPTH
         return tuple(
             (fine, coarse)
             for fine, chain in enumerate(self.lineage)
             for coarse in (chain[:1] if deep else chain)
         )
+
+    @cached_property
+    def pair_at(self) -> dict[tuple[int, int], int]:
+        """Position of each (fine, coarse) in `pairs`."""
+        return {pair: i for i, pair in enumerate(self.pairs)}
+
+    @cached_property
+    def parent_array(self) -> NDArray[np.int64]:
+        """`parent` as the compiled loops read it."""
+        return np.array(self.parent, dtype=np.int64)
+
+    @cached_property
+    def pair_table(self) -> NDArray[np.int64]:
+        """[pairs, 5], a row a pair for the compiled loops: how its maps follow from earlier pairs.
+
+        Columns: fine, coarse, parent of fine, position of the pair (fine, parent), position of the
+        pair (parent, coarse), the last -1 where coarse is the parent.
+        """
+        rows = []
+        for fine, coarse in self.pairs:
+            above = self.parent[fine]
+            far = self.pair_at[above, coarse] if coarse != above else -1
+            rows.append((fine, coarse, above, self.pair_at[fine, above], far))
+        return np.array(rows, dtype=np.int64).reshape(-1, 5)
 
 
 @lru_cache(maxsize=512)

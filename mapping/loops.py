@@ -1,0 +1,167 @@
+"""The compiled loops. Importing this module imports numba; go through `build.loops()`.
+
+All serial, `nogil` and cached on disk. Each takes arrays of one dtype and layout, so that it is
+compiled once; what they are given has been checked, so they index without bounds checks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from ikbo_tree.mapping.integers import LIMIT
+
+SORTED = -1
+UNSORTED = -2
+
+
+@njit(cache=True, nogil=True)
+def count_rows(parent: Any, counts: Any, root_rows: int, rows: Any) -> int:
+    """Writes the rows of each level into `rows`; 0, or the first level whose counts are wrong.
+
+    `counts` holds the counts of levels 1, 2, ... one after the other, each as long as the rows of
+    its parent level ask for.
+    """
+    rows[0] = root_rows
+    at = 0
+    for level in range(1, parent.size):
+        n = rows[parent[level]]
+        if n > counts.size - at:
+            return level
+        # The union of the bits is negative if one count is, and past LIMIT if one count is; if not,
+        # the sum of fewer than 2^31 counts cannot wrap.
+        total = 0
+        bits = 0
+        for i in range(at, at + n):
+            total += counts[i]
+            bits |= counts[i]
+        if bits < 0 or bits > LIMIT or total > LIMIT:
+            return level
+        rows[level] = total
+        at += n
+    return 0
+
+
+@njit(cache=True, nogil=True)
+def _fill_runs(offsets: Any, rows: int, index: Any) -> None:
+    """Fills index[offsets[c]:offsets[c+1]] with c.
+
+    Writes 8 at a time, past the end of a run: what lies there belongs to later runs, or is dead.
+    """
+    last = index.size - 8
+    for c in range(rows):
+        i = offsets[c]
+        end = offsets[c + 1]
+        while i < end and i <= last:
+            index[i : i + 8] = c
+            i += 8
+        while i < end:
+            index[i] = c
+            i += 1
+
+
+@njit(cache=True, nogil=True)
+def fill_counts(table: Any, rows: Any, capacity: Any, counts: Any, buffer: Any) -> None:
+    """Fills the buffer of a sorted tree from the counts of its levels (see `count_rows`)."""
+    levels = rows.size
+    for level in range(levels):
+        buffer[level] = rows[level]
+    at = levels
+    if levels == 1:
+        for i in range(rows[0]):
+            buffer[at + i] = i
+        buffer[at + rows[0] :] = 0
+    read = 0
+    starts = np.empty(len(table), np.int64)
+    for p in range(len(table)):
+        fine, coarse, above = table[p, 0], table[p, 1], table[p, 2]
+        starts[p] = at
+        index = buffer[at : at + capacity[fine]]
+        at += capacity[fine]
+        offsets = buffer[at : at + capacity[coarse] + 1]
+        at += capacity[coarse] + 1
+        n = rows[coarse]
+        if table[p, 4] < 0:
+            total = 0
+            for c in range(n):
+                offsets[c] = total
+                total += counts[read + c]
+            read += n
+        else:
+            near = buffer[starts[table[p, 3]] + capacity[fine] :]
+            far = buffer[starts[table[p, 4]] + capacity[above] :]
+            for c in range(n):
+                offsets[c] = near[far[c]]
+        offsets[n:] = rows[fine]
+        _fill_runs(offsets, n, index)
+        index[rows[fine] :] = 0
+
+
+@njit(cache=True, nogil=True)
+def tally(parents: Any, counts: Any) -> int:
+    """Adds up the rows of each parent; SORTED, UNSORTED, or the first position out of range."""
+    n = counts.size
+    counts[:] = 0
+    state = SORTED
+    before = 0
+    for i in range(parents.size):
+        p = parents[i]
+        if p < 0 or p >= n:
+            return i
+        if p < before:
+            state = UNSORTED
+        before = p
+        counts[p] += 1
+    return state
+
+
+@njit(cache=True, nogil=True)
+def group(index: Any, rows: int, coarse_rows: int, offsets: Any, order: Any) -> None:
+    """Stable counting sort of the first `rows` entries of `index`, with dead tails (see `Packed`).
+
+    `offsets` may be longer than `coarse_rows + 1`, `order` longer than `rows`.
+    """
+    offsets[: coarse_rows + 1] = 0
+    for i in range(rows):
+        offsets[index[i] + 1] += 1
+    # offsets[c] runs from the start of group c to its end, which is the start of c + 1.
+    for c in range(1, coarse_rows + 1):
+        offsets[c] += offsets[c - 1]
+    for i in range(rows):
+        c = index[i]
+        order[offsets[c]] = i
+        offsets[c] += 1
+    for c in range(coarse_rows, 0, -1):
+        offsets[c] = offsets[c - 1]
+    offsets[0] = 0
+    offsets[coarse_rows:] = rows
+    order[rows:] = 0
+
+
+@njit(cache=True, nogil=True)
+def fill_unsorted(table: Any, rows: Any, capacity: Any, buffer: Any) -> None:
+    """Fills the buffer of an unsorted tree whose index to each parent level is there already."""
+    levels = rows.size
+    for level in range(levels):
+        buffer[level] = rows[level]
+    at = levels
+    starts = np.empty(len(table), np.int64)
+    for p in range(len(table)):
+        fine, coarse = table[p, 0], table[p, 1]
+        n = rows[fine]
+        starts[p] = at
+        index = buffer[at : at + capacity[fine]]
+        at += capacity[fine]
+        offsets = buffer[at : at + capacity[coarse] + 1]
+        at += capacity[coarse] + 1
+        order = buffer[at : at + capacity[fine]]
+        at += capacity[fine]
+        if table[p, 4] >= 0:
+            near = buffer[starts[table[p, 3]] :]
+            far = buffer[starts[table[p, 4]] :]
+            for i in range(n):
+                index[i] = far[near[i]]
+        index[n:] = 0
+        group(index, n, rows[coarse], offsets, order)

@@ -75,7 +75,7 @@ def pack_counts(
     counts: Sequence[Any],
     root_rows: int | None,
     *,
-    capacity: Sequence[int] | None = None,
+    capacity: Sequence[int | None] | None = None,
     allocate: Allocate | None = None,
 ) -> Packed:
     """The sorted tree whose rows have so many children.
@@ -85,7 +85,7 @@ def pack_counts(
         counts: for each of `structure.levels[1:]` one entry for each row of its parent level, any
             integer dtype.
         root_rows: rows of the root; None: as many as the counts of its first child level.
-        capacity: allocated rows of each level; None: as many as there are rows.
+        capacity: allocated rows of each level; None, for all or for one: as many as there are rows.
         allocate: gives the buffer; None: numpy does.
 
     Raises:
@@ -124,7 +124,7 @@ def _packed_counts(
     flat: NDArray[np.int64],
     live: NDArray[np.int64],
     rows: tuple[int, ...],
-    capacity: Sequence[int] | None,
+    capacity: Sequence[int | None] | None,
     allocate: Allocate | None,
 ) -> Packed:
     allocated, allocated_array = _allocated(structure, rows, live, capacity)
@@ -158,13 +158,13 @@ def _allocated(
     structure: Structure,
     rows: tuple[int, ...],
     live: NDArray[np.int64],
-    capacity: Sequence[int] | None,
+    capacity: Sequence[int | None] | None,
 ) -> tuple[tuple[int, ...], NDArray[np.int64]]:
     if capacity is None:
         return rows, live
     allocated = tuple(
-        as_rows(f'capacity["{level}"]', n)
-        for level, n in zip(structure.levels, capacity, strict=True)
+        needed if n is None else as_rows(f'capacity["{level}"]', n)
+        for level, n, needed in zip(structure.levels, capacity, rows, strict=True)
     )
     for level, n, needed in zip(structure.levels, allocated, rows, strict=True):
         if n < needed:
@@ -178,7 +178,7 @@ def pack_parents(
     parents: Sequence[Any],
     root_rows: int,
     *,
-    capacity: Sequence[int] | None = None,
+    capacity: Sequence[int | None] | None = None,
     allocate: Allocate | None = None,
 ) -> Packed:
     """The tree whose rows lie below these rows; sorted if all parents are non-decreasing.
@@ -188,7 +188,7 @@ def pack_parents(
         parents: for each of `structure.levels[1:]` the parent row of each of its rows, any integer
             dtype.
         root_rows: rows of the root.
-        capacity: allocated rows of each level; None: as many as there are rows.
+        capacity: allocated rows of each level; None, for all or for one: as many as there are rows.
         allocate: gives the buffer; None: numpy does.
 
     Raises:

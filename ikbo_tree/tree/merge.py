@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def moved(tree: BroadcastTree, device: torch.device, non_blocking: bool) -> Made:
     """See `BroadcastTree.to`."""
-    if device.type == "cuda" and device.index is None:
+    if device.type == "cuda" and device.index is None:  # type: ignore[redundant-expr]
         device = torch.device("cuda", torch.cuda.current_device())
     if tree.device == device:
         return tree._schema, tree._fields, tree._host_maps()

@@ -28,7 +28,7 @@ class Route(NamedTuple):
         live_coarse: [1], likewise.
     """
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # hides tuple.index
     offsets: Tensor
     order: Tensor | None = None
     live_fine: Tensor | None = None

@@ -176,3 +176,61 @@ def fill_unsorted(table: Any, rows: Any, capacity: Any, buffer: Any) -> None:
                 index[i] = far[near[i]]
         index[n:] = 0
         group(index, n, rows[coarse], offsets, order)
+
+
+@njit(cache=True, nogil=True)
+def cut(offsets: Any, tile_rows: int, tiles: Any) -> int:
+    """Writes segment, start and rows of each tile; how many there are, or -1 if offsets decrease.
+
+    `tiles` [3, bound] has room for a tile a segment and one for each `tile_rows` rows in all, which
+    the tiles of offsets that turn out to decrease may pass: hence the test against `bound`.
+    """
+    bound = tiles.shape[1]
+    count = 0
+    for s in range(offsets.size - 1):
+        at = np.int64(offsets[s])
+        end = np.int64(offsets[s + 1])
+        if end < at:
+            return -1
+        while at < end:
+            if count == bound:
+                return -1
+            n = min(end - at, np.int64(tile_rows))
+            tiles[0, count] = s
+            tiles[1, count] = at
+            tiles[2, count] = n
+            at += n
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def merge_parents(
+    table: Any, levels: int, fields: Any, rows: Any, capacity: Any, buffers: Any, parents: Any
+) -> None:
+    """Parents of each level of several trees, one tree's rows after the other's.
+
+    Args:
+        table: `Structure.pair_table`.
+        levels: how many there are.
+        fields: [trees], 2 fields a pair if the tree is sorted, else 3.
+        rows: [trees, levels].
+        capacity: [trees, levels].
+        buffers: the trees' buffers, one after the other.
+        parents: written, levels 1, 2, ... one after the other.
+    """
+    begin = np.zeros(levels + 1, np.int64)
+    for level in range(1, levels):
+        begin[level + 1] = begin[level] + rows[:, level].sum()
+    first_row = np.zeros(levels, np.int64)
+    at = 0
+    for t in range(len(fields)):
+        at += levels
+        for p in range(len(table)):
+            fine, coarse = table[p, 0], table[p, 1]
+            if table[p, 4] < 0:
+                to = begin[fine] + first_row[fine]
+                for i in range(rows[t, fine]):
+                    parents[to + i] = buffers[at + i] + first_row[coarse]
+            at += capacity[t, fine] * (fields[t] - 1) + capacity[t, coarse] + 1
+        first_row += rows[t]

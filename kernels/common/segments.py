@@ -60,9 +60,13 @@ class _Gather(torch.autograd.Function):
     """`index_select`, whose own backward would add 16-bit gradients in 16 bits, in any order."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, route: Route) -> Tensor:
-        ctx.route, ctx.dtype = route, x.dtype
+    def forward(x: Tensor, route: Route) -> Tensor:
         return _gather(x, route)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.route = inputs
+        ctx.dtype = x.dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -71,9 +75,13 @@ class _Gather(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, route: Route, accumulate: torch.dtype) -> Tensor:
-        ctx.route, ctx.dtype = route, x.dtype
+    def forward(x: Tensor, route: Route, accumulate: torch.dtype) -> Tensor:
         return _sum(x, route, accumulate)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.route, _ = inputs
+        ctx.dtype = x.dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -96,7 +104,7 @@ def _gather(x: Tensor, route: Route) -> Tensor:
 
 
 def _sum(x: Tensor, route: Route, accumulate: torch.dtype) -> Tensor:
-    if not (x.is_floating_point() or x.is_complex()):
+    if not x.is_floating_point():
         return _integer_sum(x, route)
     rows, width = x.shape[0], math.prod(x.shape[1:])
     dtype = torch.float64 if x.dtype == torch.float64 else accumulate
@@ -113,33 +121,39 @@ def sum_bags(x: Tensor, offsets: Tensor, order: Tensor | None) -> Tensor:
     `embedding_bag` is the one segmented sum in torch that is serial inside a segment on every
     device, reads rows through an order without a copy of them, and waits for nothing.
     """
+    if not worth_cutting(offsets, x.shape[0]):
+        return _bags(x, order, offsets)
+    starts, pieces = cut(offsets, x.shape[0])
+    return _bags(_bags(x, order, starts), None, pieces)
+
+
+def _bags(x: Tensor, order: Tensor | None, starts: Tensor) -> Tensor:
     if order is None:
-        order = torch.arange(x.shape[0], dtype=offsets.dtype, device=x.device)
-    if _worth_cutting(x, offsets):
-        starts = _cut(offsets, x.shape[0])
-        pieces = torch.searchsorted(starts, offsets, out_int32=True)
-        x, order, offsets = _bags(x, order, starts), None, pieces
-        order = torch.arange(x.shape[0], dtype=offsets.dtype, device=x.device)
-    return _bags(x, order, offsets)[:-1]
-
-
-def _bags(x: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+        order = torch.arange(x.shape[0], dtype=starts.dtype, device=x.device)
     # The last bag takes what lies beyond the last start: dead rows, of no use to anyone.
-    return torch.embedding_bag(x, order, starts, False, 0, False, None, False)[0]
+    return torch.embedding_bag(x, order, starts, False, 0, False, None, False)[0][:-1]
 
 
-def _worth_cutting(x: Tensor, offsets: Tensor) -> bool:
-    if x.is_cuda:
-        return x.shape[0] > CHUNK_ROWS
-    if x.shape[0] <= 4 * CHUNK_ROWS:
+def worth_cutting(offsets: Tensor, rows: int) -> bool:
+    """Whether segments are better reduced in pieces; asks for their lengths on a CPU only."""
+    if offsets.is_cuda:
+        return rows > CHUNK_ROWS
+    if rows <= 4 * CHUNK_ROWS:
         return False
     return int((offsets[1:] - offsets[:-1]).max()) > 4 * CHUNK_ROWS
 
 
-def _cut(offsets: Tensor, rows: int) -> Tensor:
-    """Sorted starts of pieces that cross no segment's border and no multiple of CHUNK_ROWS."""
+def cut(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Segments cut at the multiples of CHUNK_ROWS.
+
+    Returns:
+        Offsets of the pieces, whose number depends on sizes alone, and of each segment's pieces:
+        segment c has the pieces `pieces[c]:pieces[c + 1]`. Empty pieces may be among them.
+    """
     multiples = torch.arange(0, rows, CHUNK_ROWS, dtype=offsets.dtype, device=offsets.device)
-    return torch.cat((offsets, multiples)).sort().values
+    end = offsets[-1:].clamp(min=rows)
+    starts = torch.cat((offsets, multiples, end)).sort().values
+    return starts, torch.searchsorted(starts, offsets, out_int32=True)
 
 
 def _integer_sum(x: Tensor, route: Route) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -28,10 +28,38 @@ class Structure:
     Attributes:
         levels: the names.
         parent: position of each level's parent in `levels`; -1 for the root.
+        position: position of each level in `levels`.
+        lineage: for each level, the positions of its proper ancestors, nearest first.
+        pairs: (fine, coarse) positions whose maps a tree carries; a level's nearest ancestor first.
+        pair_at: position of each (fine, coarse) in `pairs`.
     """
 
     levels: tuple[str, ...]
     parent: tuple[int, ...]
+    # Plain attributes: torch.compile reads them, and cannot trace the lock of a cached_property.
+    position: dict[str, int] = field(init=False, repr=False, compare=False)
+    lineage: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    pairs: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
+    pair_at: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        chains: list[tuple[int, ...]] = []
+        for p in self.parent:
+            chains.append(() if p < 0 else (p, *chains[p]))
+        deep = max(len(chain) for chain in chains) + 1 > ALL_PAIRS_DEPTH
+        pairs = tuple(
+            (fine, coarse)
+            for fine, chain in enumerate(chains)
+            for coarse in (chain[:1] if deep else chain)
+        )
+        derived = {
+            "position": {name: i for i, name in enumerate(self.levels)},
+            "lineage": tuple(chains),
+            "pairs": pairs,
+            "pair_at": {pair: i for i, pair in enumerate(pairs)},
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     @staticmethod
     def build(root: str, below: tuple[str, ...], under: Mapping[str, str] | None) -> Structure:
@@ -46,40 +74,12 @@ class Structure:
         levels = (root, *below)
         return _build(levels, tuple((under or {}).items()))
 
-    @cached_property
-    def position(self) -> dict[str, int]:
-        """Position of each level in `levels`."""
-        return {name: i for i, name in enumerate(self.levels)}
-
     def at(self, argument: str, level: str) -> int:
         """Position of `level`; a TreeError that names `argument` if there is none."""
         position = self.position.get(level)
         if position is None:
             raise TreeError(argument, f"must be one of the levels {list(self.levels)}", repr(level))
         return position
-
-    @cached_property
-    def lineage(self) -> tuple[tuple[int, ...], ...]:
-        """For each level, the positions of its proper ancestors, nearest first."""
-        chains: list[tuple[int, ...]] = []
-        for p in self.parent:
-            chains.append(() if p < 0 else (p, *chains[p]))
-        return tuple(chains)
-
-    @cached_property
-    def pairs(self) -> tuple[tuple[int, int], ...]:
-        """(fine, coarse) positions whose maps a tree carries; a level's nearest ancestor first."""
-        deep = max(len(chain) for chain in self.lineage) + 1 > ALL_PAIRS_DEPTH
-        return tuple(
-            (fine, coarse)
-            for fine, chain in enumerate(self.lineage)
-            for coarse in (chain[:1] if deep else chain)
-        )
-
-    @cached_property
-    def pair_at(self) -> dict[tuple[int, int], int]:
-        """Position of each (fine, coarse) in `pairs`."""
-        return {pair: i for i, pair in enumerate(self.pairs)}
 
     @cached_property
     def parent_array(self) -> NDArray[np.int64]:

@@ -8,10 +8,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ikbo_tree.tree import construct, merge, picture, stats
-from ikbo_tree.tree.host import HostMaps, Integers, NestedLists
+from ikbo_tree.tree import construct, merge, pickling, picture, stats
+from ikbo_tree.tree.host import Integers, NestedLists
 from ikbo_tree.tree.maps import TreeMaps
-from ikbo_tree.tree.schema import Schema
 
 
 class BroadcastTree(TreeMaps):
@@ -304,11 +303,7 @@ class BroadcastTree(TreeMaps):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the maps; the tree comes back on the CPU."""
-        return _unpickled, (self._schema, self._host_maps())
-
-
-def _unpickled(schema: Schema, host: HostMaps) -> BroadcastTree:
-    return BroadcastTree._from_fields(schema, host.to_fields(), host)
+        return pickling.reduce(self)
 
 
 def concat(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ikbo_tree.mapping import build
+from ikbo_tree.mapping import build, packing
 from ikbo_tree.mapping.errors import TreeError
 from ikbo_tree.mapping.layout import Packed
 from ikbo_tree.mapping.structure import Structure
@@ -161,15 +161,13 @@ def from_padded(
     mask_or_lengths: Any, levels: tuple[str, str], width: int | None, device: Device
 ) -> Made:
     """See `BroadcastTree.from_padded`."""
-    from ikbo_tree.mapping import packing
-
     argument = "mask_or_lengths"
     if len(levels) != 2:
         raise TreeError("levels", "must name two levels", repr(levels))
     given = host_array(argument, mask_or_lengths)
     array = np.asarray(given)
     if array.dtype == np.bool_:
-        lengths, positions = packing.from_mask(array)
+        lengths, positions = packing.from_mask(array, argument=argument)
         if width is not None and width != array.shape[1]:
             raise TreeError("width", f"must be the mask's {array.shape[1]}", str(width))
         width = array.shape[1]
@@ -177,7 +175,9 @@ def from_padded(
         lengths = build.as_integers(argument, given)
         if width is None:
             width = int(lengths.max(initial=0))
-        positions = packing.from_lengths(lengths, width)
+        positions = packing.from_lengths(lengths, width, argument=argument)
+    if positions.dtype != np.int32:
+        raise TreeError(argument, "must have at most 2^31 entries in B * N_max", f"width {width}")
     structure = Structure.build(levels[0], (levels[1],), None)
     target = Target(device)
     schema, _, host = finish(
@@ -188,8 +188,6 @@ def from_padded(
 
 def from_nested(nested: NestedLists, levels: Sequence[str], device: Device) -> Made:
     """See `BroadcastTree.from_nested`."""
-    from ikbo_tree.mapping import packing
-
     if not levels:
         raise TreeError("levels", "must name at least one level", "none")
     structure = Structure.build(levels[0], tuple(levels[1:]), None)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ikbo_tree.mapping import build
+from ikbo_tree.mapping import build, compose
 from ikbo_tree.mapping.errors import TreeError
 from ikbo_tree.tree.construct import Made, Target, add_table, capacities, finish
 from ikbo_tree.tree.host import HostMaps, Integers, host_array, split
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def moved(tree: BroadcastTree, device: torch.device, non_blocking: bool) -> Made:
     """See `BroadcastTree.to`."""
-    if device.type == "cuda" and device.index is None:  # type: ignore[redundant-expr]
+    if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     if tree.device == device:
         return tree._schema, tree._fields, tree._host_maps()
@@ -38,12 +38,10 @@ def select(tree: BroadcastTree, rows: Mapping[str, Integers]) -> Made:
     if len(rows) != 1:
         raise TreeError("select()", "takes the rows of exactly one level", f"{sorted(rows)}")
     (level, wanted), *_ = rows.items()
-    from ikbo_tree.mapping import compose
-
     schema, host = tree._schema, tree._host_maps()
     at = schema.structure.at("select()", level)
     array = build.as_integers(level, host_array(level, wanted))
-    packed, origins = compose.select(host.packed(schema), at, array)
+    packed, origins = compose.select(host.packed(schema), at, array, argument=level)
     levels = schema.structure.levels
     kept = dict(zip(levels, origins, strict=True))
     keys = {name: k[kept[name]] if name in kept else k for name, k in host.keys.items()}
@@ -66,8 +64,6 @@ def concat(trees: Sequence[BroadcastTree], capacity: Mapping[str, int] | None) -
             )
         if tree.device != first.device:
             raise TreeError(f"trees[{i}]", f"must be on {first.device}", str(tree.device))
-    from ikbo_tree.mapping import compose
-
     hosts = [tree._host_maps() for tree in trees]
     packed = compose.concat(
         [host.packed(tree._schema) for host, tree in zip(hosts, trees, strict=True)],

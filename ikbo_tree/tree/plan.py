@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ikbo_tree.mapping import build
+from ikbo_tree.mapping import build, plans
 from ikbo_tree.mapping.errors import TreeError
 from ikbo_tree.tree.host import Integers, host_array
 
@@ -71,8 +71,6 @@ def plan(
         TreeError: `of` is not above `level`, or lengths do not fit.
         ValueError: an op without tiles, or `tile_rows` below 1.
     """
-    from ikbo_tree.mapping import plans
-
     if op not in PLANNED_OPS:
         raise ValueError(f"op must be one of {', '.join(PLANNED_OPS)}; got {op!r}")
     if tile_rows < 1:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from ikbo_tree.mapping.structure import Structure
+from ikbo_tree.tree import pickling
 from ikbo_tree.tree.broadcast_tree import BroadcastTree
-from ikbo_tree.tree.schema import Schema, TableSchema
+from ikbo_tree.tree.schema import Schema
 
 SERIALIZED_NAME = "ikbo_tree.BroadcastTree"
 
@@ -31,30 +31,6 @@ def _flatten_with_keys(
     return [(pytree.SequenceKey(i), field) for i, field in enumerate(fields)], schema
 
 
-def _dump(schema: Schema) -> str:
-    return json.dumps(
-        {
-            "levels": schema.structure.levels,
-            "parent": schema.structure.parent,
-            "sorted": schema.sorted,
-            "padded": schema.padded,
-            "tables": [[table.name, table.of] for table in schema.tables],
-            "positions": schema.positions,
-        }
-    )
-
-
-def _load(text: str) -> Schema:
-    value = json.loads(text)
-    return Schema(
-        Structure(tuple(value["levels"]), tuple(value["parent"])),
-        value["sorted"],
-        value["padded"],
-        tuple(TableSchema(name, of) for name, of in value["tables"]),
-        value["positions"],
-    )
-
-
 def register() -> None:
     """Tells torch how a tree is taken apart and put together."""
     pytree.register_pytree_node(
@@ -62,7 +38,10 @@ def register() -> None:
         _flatten,
         _unflatten,
         serialized_type_name=SERIALIZED_NAME,
-        to_dumpable_context=_dump,
-        from_dumpable_context=_load,
+        to_dumpable_context=pickling.schema_to_json,
+        from_dumpable_context=pickling.schema_from_json,
         flatten_with_keys_fn=_flatten_with_keys,
     )
+    # An exported program keeps its example inputs, trees among them; torch.export.load reads them
+    # with weights_only=True.
+    torch.serialization.add_safe_globals([pickling.rebuild])

@@ -7,7 +7,7 @@ construct.py       bodies of the constructors      merge.py   bodies of select, 
 host.py            the host's copy of the maps     plan.py    tiles in a good order
 stats.py           fan-outs and costs              picture.py repr and show
 pytree.py          trees as inputs of compiled and exported functions
-    pickling.py        a tree as plain data
+pickling.py        a tree as plain data
 """
 
 from ikbo_tree.tree.broadcast_tree import BroadcastTree, concat

@@ -234,3 +234,86 @@ def merge_parents(
                     parents[to + i] = buffers[at + i] + first_row[coarse]
             at += capacity[t, fine] * (fields[t] - 1) + capacity[t, coarse] + 1
         first_row += rows[t]
+
+
+@njit(inline="always")
+def _slot(key: Any, parent: Any, bits: Any) -> Any:
+    """The place of a (parent, key) in a table of 2^bits entries: multiply, fold, multiply."""
+    h = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
+    h ^= np.uint64(parent) * np.uint64(0xC2B2AE3D27D4EB4F)
+    h ^= h >> np.uint64(32)
+    h *= np.uint64(0xD6E8FEB86659FD93)
+    return h >> (np.uint64(64) - bits)
+
+
+@njit(cache=True, nogil=True)
+def number_keys(keys: Any, parents: Any, codes: Any, first: Any) -> int:
+    """Numbers the distinct (parent, key) in order of first appearance; how many there are.
+
+    A hash table with linear probing, at most half full. An entry is the key and, in one word, the
+    parent and the number + 1; 0 is free.
+
+    Args:
+        keys: int64 [n].
+        parents: int32 [n], not negative; empty: all the same.
+        codes: int32 [n], written: each row's number.
+        first: int32 [n], written as far as there are numbers: the row where each first appears.
+    """
+    one = np.uint64(1)
+    zero = np.uint64(0)
+    bits = np.uint64(10)
+    table = np.zeros((one << bits, 2), np.int64)
+    many = parents.size > 0
+    # Rows are taken in blocks, whose entries are all asked for before one is looked at: misses of
+    # the cache then overlap (a third off the time for a million rows with 700,000 numbers).
+    block = 256
+    slots = np.empty(block, np.uint64)
+    seen = np.empty(block, np.int64)
+    count = 0
+    for start in range(0, keys.size, block):
+        n = min(block, keys.size - start)
+        if count + n > len(table) // 2:
+            bits += np.uint64(2) if bits < 16 else one
+            table = _moved(table, bits)
+        mask = (one << bits) - one
+        for j in range(n):
+            parent = np.int64(parents[start + j]) if many else 0
+            s = _slot(keys[start + j], parent, bits)
+            slots[j] = s
+            seen[j] = table[s, one]
+        for j in range(n):
+            i = start + j
+            key = keys[i]
+            parent = np.int64(parents[i]) if many else 0
+            s = slots[j]
+            # An entry that was taken stays as it is; a free one may have been taken meanwhile.
+            entry = seen[j] if seen[j] != 0 else table[s, one]
+            while entry != 0 and (table[s, zero] != key or entry >> 32 != parent):
+                s = (s + one) & mask
+                entry = table[s, one]
+            if entry == 0:
+                first[count] = i
+                count += 1
+                entry = (parent << 32) | count
+                table[s, zero] = key
+                table[s, one] = entry
+            codes[i] = (entry & 0xFFFFFFFF) - 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _moved(old: Any, bits: Any) -> Any:
+    """The entries of a table in one of 2^bits entries."""
+    one = np.uint64(1)
+    zero = np.uint64(0)
+    mask = (one << bits) - one
+    table = np.zeros((one << bits, 2), np.int64)
+    for j in range(len(old)):
+        entry = old[j, 1]
+        if entry != 0:
+            s = _slot(old[j, 0], entry >> 32, bits)
+            while table[s, one] != 0:
+                s = (s + one) & mask
+            table[s, zero] = old[j, 0]
+            table[s, one] = entry
+    return table

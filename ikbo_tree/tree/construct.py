@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ikbo_tree.mapping import build, packing
+from ikbo_tree.mapping import build, keys, packing
 from ikbo_tree.mapping.errors import TreeError
 from ikbo_tree.mapping.layout import Packed
 from ikbo_tree.mapping.structure import Structure
@@ -236,7 +236,7 @@ def add_table(
     index: Integers,
     rows: int | None,
     capacity: int | None,
-    keys: np.ndarray | None = None,
+    table_keys: np.ndarray | None = None,
 ) -> Made:
     """A tree with one more side table."""
     level = schema.structure.at("of", of)
@@ -251,7 +251,37 @@ def add_table(
         rows = int(array.max(initial=-1)) + 1
     maps = build.table_maps(host.packed(schema), name, level, array, rows, capacity=capacity)
     host = replace(host, rows={**host.rows, name: rows})
-    if keys is not None:
-        host.keys = {**host.keys, name: keys}
+    if table_keys is not None:
+        host.keys = {**host.keys, name: table_keys}
     tables = (*schema.tables, TableSchema(name, level))
     return with_fields(schema, host, maps.buffer, maps.sizes, target, tables=tables)
+
+
+def from_keys(
+    columns: Mapping[str, Any],
+    rows: Mapping[str, Any] | None,
+    shared: Sequence[str] | Mapping[str, str],
+    device: Device,
+) -> Made:
+    """See `BroadcastTree.from_keys`."""
+    names = (
+        shared if isinstance(shared, Mapping) else {level: f"{level}_shared" for level in shared}
+    )
+    grouped = keys.group_keys(
+        {level: host_array(f'keys["{level}"]', column) for level, column in columns.items()},
+        rows={level: host_array("rows", known) for level, known in (rows or {}).items()},
+        shared=names,
+    )
+    structure = Structure.build(grouped.levels[0], grouped.levels[1:], None)
+    on_host, target = Target(None), Target(device)
+    last = target if not names else on_host
+    packed = build.pack_parents(
+        structure, grouped.parents, grouped.root_rows, allocate=last.allocate
+    )
+    made = finish(packed, last, keys=grouped.keys)
+    for i, (level, name) in enumerate(names.items(), start=1):
+        ids, index = grouped.shared[level]
+        last = target if i == len(names) else on_host
+        schema, _, host = made
+        made = add_table(schema, host, last, name, level, index, len(ids), None, ids)
+    return made

@@ -17,7 +17,17 @@ SORTED = -1
 UNSORTED = -2
 
 
-@njit(cache=True, nogil=True)
+def compiled(function: Any) -> Any:
+    """Compiles at the first call, with a cache on disk if there is a folder for one."""
+    try:
+        return njit(cache=True, nogil=True)(function)
+    except RuntimeError:
+        # Neither this folder nor a user's cache folder can be written to (a locked-down container):
+        # every process compiles anew.
+        return njit(nogil=True)(function)
+
+
+@compiled
 def count_rows(parent: Any, counts: Any, root_rows: int, rows: Any) -> int:
     """Writes the rows of each level into `rows`; 0, or the first level whose counts are wrong.
 
@@ -44,7 +54,7 @@ def count_rows(parent: Any, counts: Any, root_rows: int, rows: Any) -> int:
     return 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _fill_runs(offsets: Any, rows: int, index: Any) -> None:
     """Fills index[offsets[c]:offsets[c+1]] with c, from left to right.
 
@@ -73,7 +83,7 @@ def _fill_runs(offsets: Any, rows: int, index: Any) -> None:
         index[offsets[c] : offsets[c + 1]] = c
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def fill_counts(table: Any, rows: Any, capacity: Any, counts: Any, buffer: Any) -> None:
     """Fills the buffer of a sorted tree from the counts of its levels (see `count_rows`)."""
     levels = rows.size
@@ -110,7 +120,7 @@ def fill_counts(table: Any, rows: Any, capacity: Any, counts: Any, buffer: Any) 
         index[rows[fine] :] = 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def tally(parents: Any, counts: Any) -> int:
     """Adds up the rows of each parent; SORTED, UNSORTED, or the first position out of range."""
     n = counts.size
@@ -128,7 +138,7 @@ def tally(parents: Any, counts: Any) -> int:
     return state
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def group(index: Any, rows: int, coarse_rows: int, offsets: Any, order: Any) -> None:
     """Stable counting sort of the first `rows` entries of `index`, with dead tails (see `Packed`).
 
@@ -151,7 +161,7 @@ def group(index: Any, rows: int, coarse_rows: int, offsets: Any, order: Any) -> 
     order[rows:] = 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def fill_unsorted(table: Any, rows: Any, capacity: Any, buffer: Any) -> None:
     """Fills the buffer of an unsorted tree whose index to each parent level is there already."""
     levels = rows.size
@@ -178,7 +188,7 @@ def fill_unsorted(table: Any, rows: Any, capacity: Any, buffer: Any) -> None:
         group(index, n, rows[coarse], offsets, order)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def cut(offsets: Any, tile_rows: int, tiles: Any) -> int:
     """Writes segment, start and rows of each tile; how many there are, or -1 if offsets decrease.
 
@@ -204,7 +214,7 @@ def cut(offsets: Any, tile_rows: int, tiles: Any) -> int:
     return count
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def merge_parents(
     table: Any, levels: int, fields: Any, rows: Any, capacity: Any, buffers: Any, parents: Any
 ) -> None:
@@ -246,7 +256,7 @@ def _slot(key: Any, parent: Any, bits: Any) -> Any:
     return h >> (np.uint64(64) - bits)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def number_keys(keys: Any, parents: Any, codes: Any, first: Any) -> int:
     """Numbers the distinct (parent, key) in order of first appearance; how many there are.
 
@@ -301,7 +311,7 @@ def number_keys(keys: Any, parents: Any, codes: Any, first: Any) -> int:
     return count
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _moved(old: Any, bits: Any) -> Any:
     """The entries of a table in one of 2^bits entries."""
     one = np.uint64(1)

@@ -1,0 +1,186 @@
+"""The stages of a split linear op in plain PyTorch, forward and backward, by hand.
+
+On a CPU the finest level's result is written once by a gather of the coarse partials and then added
+to by the GEMM itself (beta = 1), chosen by measurement: a separate addition costs 2 % of the time
+with 512 columns and 8 % with 64, where memory counts; cutting rows into cache-sized chunks costs
+the GEMMs more than it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ikbo_tree.kernels.common.routes import zero_dead_rows
+from ikbo_tree.kernels.common.segments import segment_sum
+from ikbo_tree.kernels.common.stages import Stages, accumulator
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Product(Protocol):
+    """How an op multiplies; all sums in the accumulator's dtype, rows in dim 0."""
+
+    def out_shape(self, x: Tensor, weight: Tensor) -> tuple[int, ...]:
+        """Shape of the product."""
+
+    def add(self, out: Tensor, x: Tensor, weight: Tensor, beta: int) -> None:
+        """`out = beta * out + product`, in place; whatever `out` held does not matter at beta 0."""
+
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """Gradient of x."""
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Gradient of the weight, summed over rows."""
+
+
+def operands(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as they are, where the device's GEMM takes 16-bit and gives float32; else widened."""
+    if a.is_cuda and torch.version.hip is None and a.dtype == b.dtype and a.dtype in _HALF:
+        return a, b
+    return a.to(accumulator(a.dtype)), b.to(accumulator(b.dtype))
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """The product of matrices, or of batches of them, in the accumulator's dtype."""
+    multiply = torch.mm if a.dim() == 2 else torch.bmm
+    a, b = operands(a, b)
+    return multiply(a, b, out_dtype=torch.float32) if a.dtype in _HALF else multiply(a, b)
+
+
+def forward(
+    product: Product,
+    x: Sequence[Tensor],
+    weight: Sequence[Tensor],
+    bias: Tensor | None,
+    stages: Stages,
+    partial_dtype: torch.dtype | None,
+) -> Tensor:
+    """Runs all stages.
+
+    Args:
+        product: the op's multiplication.
+        x: input of each stage [rows, ...], all of one dtype.
+        weight: weight of each stage.
+        bias: added to every row of the result.
+        stages: how they hang together.
+        partial_dtype: what partial results are rounded to; None keeps the accumulator's.
+
+    Returns:
+        The last stage's result in the dtype of `x`; dead rows are zero.
+    """
+    last = len(x) - 1
+    partials: dict[int, Tensor] = {}
+    for stage, (value, w) in enumerate(zip(x, weight, strict=True)):
+        live = stages.live_of(stage)
+        out = value.new_empty(product.out_shape(value, w), dtype=accumulator(value.dtype))
+        target = live_part(out, live)
+        producers = [(partials.pop(p), stages.index[p]) for p in stages.producers(stage)]
+        # Each row of the result has one row in each stage, so the first may add the bias for all.
+        filled = _fill(target, producers, bias if stage == 0 else None)
+        product.add(target, value[: len(target)], w, int(filled))
+        if stage < last:
+            partials[stage] = out if partial_dtype is None else out.to(partial_dtype)
+    if len(target) < len(out):
+        out[len(target) :].zero_()
+        return out.to(x[0].dtype)
+    return zero_dead_rows(out.to(x[0].dtype), live)
+
+
+def _fill(out: Tensor, producers: list[tuple[Tensor, Tensor]], bias: Tensor | None) -> bool:
+    """Writes the sum of each row's partials and the bias to `out`; False where there are none."""
+    filled = bias is not None
+    if bias is not None:
+        out.copy_(bias.expand_as(out))
+    for partial, index in producers:
+        if partial.shape[0] == 0:  # then no row is live; on a device, dead ones point at row 0
+            continue
+        index = index[: out.shape[0]]
+        if filled:
+            out.add_(partial.index_select(0, index))
+        elif partial.dtype == out.dtype:
+            torch.index_select(partial, 0, index, out=out)
+        else:
+            out.copy_(partial.index_select(0, index))
+        filled = True
+    return filled
+
+
+def backward(
+    product: Product,
+    grad: Tensor,
+    x: Sequence[Tensor],
+    weight: Sequence[Tensor],
+    stages: Stages,
+    wants: Sequence[bool],
+) -> list[Tensor]:
+    """The gradients asked for.
+
+    Args:
+        product: the op's multiplication.
+        grad: gradient of the result, any strides.
+        x: input of each stage.
+        weight: weight of each stage.
+        stages: how they hang together.
+        wants: one bool for each x, each weight and the bias.
+
+    Returns:
+        Gradients in that order, in the dtype of `grad`; dead rows of those of `x` are zero.
+    """
+    n = len(x)
+    wants_x, wants_weight, wants_bias = wants[:n], wants[n : 2 * n], wants[2 * n]
+    wanted = [a or b for a, b in zip(wants_x, wants_weight, strict=True)]
+    totals = _reduced_gradients(grad, stages, wanted)
+    dx, dweight = [], []
+    for stage, total in totals.items():
+        live = stages.live_of(stage)
+        if wants_x[stage]:
+            part = product.input_gradient(live_part(total, live), weight[stage])
+            dx.append(_padded(part.to(grad.dtype), len(total), live))
+        if wants_weight[stage]:
+            part = product.weight_gradient(live_or_zero(total, live), live_or_zero(x[stage], live))
+            dweight.append(part.to(grad.dtype))
+    grads = [*dx, *dweight]
+    if wants_bias:
+        # The sum over rows is the same at every stage, and cheapest at the coarsest.
+        stage, total = next(iter(totals.items()))
+        total = live_or_zero(total, stages.live_of(stage))
+        grads.append(total.sum(0, dtype=accumulator(total.dtype)).to(grad.dtype))
+    return [g.contiguous() for g in grads]
+
+
+def _reduced_gradients(grad: Tensor, stages: Stages, wanted: Sequence[bool]) -> dict[int, Tensor]:
+    """The gradient of the result of every stage that needs it, coarse first; the last always."""
+    needed = list(wanted)
+    for stage, consumer in enumerate(stages.consumer):
+        needed[consumer] |= needed[stage]
+    last = len(needed) - 1
+    totals = {last: grad}
+    for stage in reversed(range(last)):
+        if needed[stage]:
+            totals[stage] = segment_sum(totals[stages.consumer[stage]], stages.route(stage))
+    return dict(sorted(totals.items()))
+
+
+def live_part(x: Tensor, live: Tensor | None) -> Tensor:
+    """The live rows where the host sees their count without waiting, else all of `x`."""
+    if live is None or x.device.type != "cpu":
+        return x
+    return x[: int(live)]
+
+
+def live_or_zero(x: Tensor, live: Tensor | None) -> Tensor:
+    """For sums over rows: `live_part`, with zeros in what dead rows it has."""
+    return live_part(x, live) if x.device.type == "cpu" else zero_dead_rows(x, live)
+
+
+def _padded(part: Tensor, rows: int, live: Tensor | None) -> Tensor:
+    """`part` with zeros in its dead rows, and as many more as are missing to `rows`."""
+    if len(part) < rows:
+        out = part.new_zeros((rows, *part.shape[1:]))
+        out[: len(part)] = part
+        return out
+    return zero_dead_rows(part, live)

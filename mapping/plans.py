@@ -71,7 +71,7 @@ def cut_segments(
     tiles = tiles[:, :count]
     if longest_first:
         order = np.argsort(-_costs(tiles, given.size - 1, cost), kind="stable")
-        tiles = tiles[:, order]
+        tiles = tiles.take(order, axis=1)
     return Tiles(tiles[0], tiles[1], tiles[2])
 
 

@@ -1,0 +1,251 @@
+"""Attention to one memory, forward and backward, chunk by chunk.
+
+Partial results of memories meet by their log-sum-exps; gradients are recomputed from the
+log-sum-exp over all of them. Both in float32 (float64 for float64), so that neither the number of
+memories nor 16-bit operands cost accuracy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ikbo_tree.kernels.target_attention import core
+from ikbo_tree.kernels.target_attention.folded import (
+    Chunk,
+    Piece,
+    Spans,
+    chunks,
+    put,
+    sub_rows,
+    take,
+)
+from ikbo_tree.kernels.target_attention.memories import Memory
+
+CPU_LIMIT = 1 << 19
+"""Elements for each thread that a chunk and a block of scores may have: 2 MiB of float32, so that
+temporaries stay in cache and an op takes little beyond its results."""
+CUDA_LIMIT = 1 << 25
+
+
+class Call(NamedTuple):
+    """One memory and the rows that attend to it.
+
+    Attributes:
+        q: [rows, n, H, D].
+        memory: the keys and values; its route is in `rows`.
+        rows: query rows of each segment.
+        keys: keys of each segment.
+        scale: factor of the scores.
+        causal: row i of a segment attends to its keys 0 ... i.
+    """
+
+    q: Tensor
+    memory: Memory
+    rows: Spans
+    keys: Spans
+    scale: float
+    causal: bool = False
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Dtype of partial results."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def limit(self) -> int:
+        """Elements that temporaries may have, about."""
+        on_cpu = self.q.device.type == "cpu"
+        return CPU_LIMIT * torch.get_num_threads() if on_cpu else CUDA_LIMIT
+
+    @property
+    def groups(self) -> int:
+        """Query heads that share a head of keys: heads j * groups + g for g in range(groups)."""
+        return self.q.shape[2] // self.memory.k.shape[-2]
+
+    def chunks(self) -> Iterator[Chunk]:
+        """The work, in calls of dense attention."""
+        if self.q.numel() == 0:
+            return iter(())
+        k, v = self.memory.k, self.memory.v
+        row_width = self.q.shape[1] * self.q.shape[2] * (k.shape[-1] + v.shape[-1])
+        key_width = k.shape[-2] * (k.shape[-1] + v.shape[-1])
+        return chunks(self.rows, self.keys, row_width, key_width, self.limit, self.q.device)
+
+    def blocks(self, rows: Piece) -> Iterator[Piece]:
+        """The rows of a chunk, those of a single long segment in runs."""
+        if self.causal:
+            return iter((rows,))
+        row_width = self.q.shape[1] * self.q.shape[2] * self.q.shape[3]
+        return sub_rows(rows, max(1, self.limit // max(1, row_width)))
+
+
+class Result(NamedTuple):
+    """Output [rows, n, H, Dv] and log-sum-exp [rows, n, H]."""
+
+    o: Tensor
+    lse: Tensor
+
+
+class Saved(NamedTuple):
+    """What a backward starts from.
+
+    Attributes:
+        do: [rows, n, H, Dv], any float dtype and strides.
+        dlse: [rows, n, H] or None.
+        o: [rows, n, H, Dv] over all memories, in `Call.wide`.
+        lse: [rows, n, H], likewise, +inf for rows that attended to nothing.
+    """
+
+    do: Tensor
+    dlse: Tensor | None
+    o: Tensor
+    lse: Tensor
+
+
+class Sums(NamedTuple):
+    """Gradients to write: contiguous, zeros at first; None where not needed."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    bias: Tensor | None
+
+
+class Operands(NamedTuple):
+    """A chunk's keys for one head of each group: [B, L, Hkv, ...], bias [B, 1 or Hkv, 1, L]."""
+
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+
+
+def forward(call: Call, result: Result, *, first: bool) -> None:
+    """Attends to one memory and merges into `result`, or writes it where `first`."""
+    for chunk in call.chunks():
+        operands = _load_keys(call, chunk.keys)
+        for piece in call.blocks(chunk.rows):
+            o, lse = _attend(call, _fold(call.q, piece, call.wide), operands)
+            part = Result(_unfold(o, piece), _unfold(lse, piece))
+            if not first:
+                part = merge(Result(*(take(x, piece, padded=False) for x in result)), part)
+            for whole, x in zip(result, part, strict=True):
+                put(whole, piece, x, padded=False)
+
+
+def merge(a: Result, b: Result) -> Result:
+    """The result over two disjoint sets of keys; twice nothing is nothing."""
+    lse = torch.logaddexp(a.lse, b.lse)
+    peak = lse.masked_fill(lse == core.NOTHING, 0)
+    weight_a, weight_b = ((x.lse - peak).exp_().unsqueeze(-1) for x in (a, b))
+    return Result(a.o * weight_a + b.o * weight_b, lse)
+
+
+def backward(call: Call, saved: Saved, sums: Sums, *, add_rows: bool, add_keys: bool) -> None:
+    """Writes the gradients that pass through one memory into `sums`, or adds them."""
+    padded = not call.memory.packed
+    for chunk in call.chunks():
+        operands = _load_keys(call, chunk.keys)
+        totals: tuple[Tensor | None, ...] = (None, None, None)
+        for piece in call.blocks(chunk.rows):
+            dq, *parts = _gradients(call, saved, sums, piece, operands)
+            if sums.q is not None and dq is not None:
+                put(sums.q, piece, _unfold(dq, piece), padded=False, add=add_rows)
+            totals = tuple(
+                x if total is None or x is None else total.add_(x)
+                for total, x in zip(totals, parts, strict=True)
+            )
+        for whole, total in zip(sums[1:], totals, strict=True):
+            if whole is not None and total is not None:
+                put(whole, chunk.keys, total, padded=padded, add=add_keys)
+
+
+def _load_keys(call: Call, piece: Piece) -> list[Operands]:
+    """Operands of each g in range(groups)."""
+    memory, padded = call.memory, not call.memory.packed
+    k, v = (take(x, piece, padded=padded).to(call.wide) for x in (memory.k, memory.v))
+    bias = None
+    if memory.bias is not None:
+        bias = take(memory.bias, piece, padded=padded).to(call.wide)
+        bias = bias.transpose(1, 2) if memory.bias_has_heads else bias.unsqueeze(1)
+        bias = bias.unsqueeze(2)
+    # A causal row lies before its segment's end, and so before what pads it.
+    if piece.valid is not None and not call.causal:
+        if bias is None:
+            bias = k.new_zeros((piece.batch, 1, 1, piece.width))
+        bias = bias.masked_fill(~piece.valid[:, None, None, :], core.NOTHING)
+    if bias is None or bias.shape[1] == 1:
+        return [Operands(k, v, bias)] * call.groups
+    return [Operands(k, v, bias[:, g :: call.groups]) for g in range(call.groups)]
+
+
+def _attend(call: Call, q: Tensor, operands: list[Operands]) -> tuple[Tensor, Tensor]:
+    options = core.Options(call.causal, call.scale, call.limit)
+    if call.groups == 1:
+        return core.forward(q, *operands[0], options)
+    o = q.new_empty((*q.shape[:-1], operands[0].v.shape[-1]))
+    lse = q.new_empty(q.shape[:-1])
+    for g, keys in enumerate(operands):
+        heads = slice(g, None, call.groups)
+        o[:, :, heads], lse[:, :, heads] = core.forward(q[:, :, heads], *keys, options)
+    return o, lse
+
+
+def _gradients(
+    call: Call, saved: Saved, sums: Sums, piece: Piece, operands: list[Operands]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q [B, R, H, D], k and v [B, L, Hkv, ...] and bias [B, L, ...]."""
+    options = core.Options(call.causal, call.scale, call.limit)
+    needs = core.Needs(*(x is not None for x in sums))
+    q, o, lse = (_fold(x, piece, call.wide) for x in (call.q, saved.o, saved.lse))
+    do = _without_repetitions(saved.do, piece, call.wide)
+    dlse = None if saved.dlse is None else _without_repetitions(saved.dlse, piece, call.wide)
+    rows = core.Rows(q, do, o, lse, dlse)
+    dq = torch.empty_like(q) if call.groups > 1 and needs[0] else None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    biases = []
+    for g, keys in enumerate(operands):
+        heads = slice(g, None, call.groups)
+        group = rows.cut((slice(None), slice(None), heads))
+        part = core.backward(group, *keys, needs, options)
+        if dq is None:
+            dq = part[0]
+        elif part[0] is not None:
+            dq[:, :, heads] = part[0]
+        dk = part[1] if dk is None or part[1] is None else dk + part[1]
+        dv = part[2] if dv is None or part[2] is None else dv + part[2]
+        biases.append(part[3])
+    return dq, dk, dv, _join_bias(call, biases)
+
+
+def _join_bias(call: Call, parts: list[Tensor | None]) -> Tensor | None:
+    """[B, L, H] or [B, L] from [B, Hkv, L] of each g."""
+    known = [x for x in parts if x is not None]
+    if not known:
+        return None
+    by_head = torch.stack(known, dim=2).flatten(1, 2)
+    return by_head.transpose(1, 2) if call.memory.bias_has_heads else by_head.sum(1)
+
+
+def _fold(x: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
+    """[B, R, ...] with all query rows of a segment in one dim, from [rows, n, ...]."""
+    folded: Tensor = take(x, piece, padded=False).flatten(1, 2).to(dtype)
+    return folded
+
+
+def _unfold(x: Tensor, piece: Piece) -> Tensor:
+    return x.view(x.shape[0], piece.width, -1, *x.shape[2:])
+
+
+def _without_repetitions(x: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
+    """`_fold` with zeros in the rows that repeat another, so that they add to no gradient."""
+    if piece.valid is None:
+        return _fold(x, piece, dtype)
+    rows = take(x, piece, padded=False)
+    valid = piece.valid.view(*piece.valid.shape, *[1] * (rows.dim() - 2))
+    folded: Tensor = rows.masked_fill(~valid, 0).flatten(1, 2).to(dtype)
+    return folded

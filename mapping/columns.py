@@ -55,7 +55,7 @@ def number(keys: NDArray[np.int64], parents: Int32 | None = None) -> tuple[Int32
     return codes, rows[:count].copy()
 
 
-def column(argument: str, value: Any) -> Column:
+def column(argument: str, value: Any, *, encode: bool = True) -> Column:
     """A column from what a caller gave.
 
     Args:
@@ -63,23 +63,24 @@ def column(argument: str, value: Any) -> Column:
         value: 1-D. Integers of any dtype; strings as lists, NumPy arrays (fixed width, object,
             `StringDType`) or Arrow arrays; bytes likewise; Arrow dictionaries, pandas categoricals
             and series.
+        encode: False where only the keys are wanted: the codes of strings may all be 0 then.
 
     Raises:
         TreeError: floats, bools, nulls, mixed types, another rank, more than 2^31 - 1 entries.
     """
     library = type(value).__module__.partition(".")[0]
     if library == "pyarrow":
-        made = _from_arrow(argument, value)
+        made = _from_arrow(argument, value, encode)
     elif library == "pandas":
-        made = _from_pandas(argument, value)
+        made = _from_pandas(argument, value, encode)
     else:
-        made = _from_numpy(argument, value)
+        made = _from_numpy(argument, value, encode)
     if made.codes.size > LIMIT:
         raise TreeError(argument, "must have at most 2^31 - 1 entries", str(made.codes.size))
     return made
 
 
-def _from_numpy(argument: str, value: Any) -> Column:
+def _from_numpy(argument: str, value: Any, encode: bool = True) -> Column:
     if isinstance(value, (str, bytes, dict, set)) or value is None:
         raise TreeError(argument, _RULE, type(value).__name__)
     try:
@@ -96,9 +97,9 @@ def _from_numpy(argument: str, value: Any) -> Column:
     if kind in "iu" or (not array.size and isinstance(value, Sequence)):
         return _from_integers(array)
     if kind in "US":
-        return _from_fixed_width(array)
+        return _from_fixed_width(array) if encode else _not_encoded(array, kind == "U")
     if kind in "OT":
-        return _from_objects(argument, array.tolist())
+        return _from_objects(argument, array, encode)
     raise TreeError(argument, _RULE, f"dtype {array.dtype}")
 
 
@@ -126,22 +127,26 @@ def _from_fixed_width(array: NDArray[Any]) -> Column:
     return Column(codes.astype(np.int64), array[rows], False, kind)
 
 
-def _from_objects(argument: str, entries: list[Any]) -> Column:
-    try:
-        distinct = dict.fromkeys(entries)
-    except TypeError as error:
-        raise TreeError(argument, _RULE, str(error)) from error
-    kinds = {str if isinstance(key, str) else type(key) for key in distinct}
-    if kinds - {str} and kinds - {bytes}:
-        wanted = bytes if isinstance(entries[0], bytes) else str
+def _not_encoded(array: NDArray[Any], strings: bool) -> Column:
+    zeros = np.broadcast_to(np.int64(0), array.size)
+    return Column(zeros, array, True, "strings" if strings else "bytes")
+
+
+def _from_objects(argument: str, array: NDArray[Any], encode: bool) -> Column:
+    entries = array.tolist()
+    wanted = bytes if entries and isinstance(entries[0], bytes) else str
+    if not all(issubclass(kind, wanted) for kind in set(map(type, entries))):
         at = next(i for i, key in enumerate(entries) if not isinstance(key, wanted))
         raise TreeError(argument, _RULE, f"{entries[at]!r} at position {at}")
+    if not encode:
+        return _not_encoded(array, wanted is str)
+    distinct = dict.fromkeys(entries)
     for code, key in enumerate(distinct):
         distinct[key] = code
     codes = np.fromiter(map(distinct.__getitem__, entries), dtype=np.int64, count=len(entries))
     values = np.empty(len(distinct), dtype=object)
     values[:] = list(distinct)
-    return Column(codes, values, False, "bytes" if kinds == {bytes} else "strings")
+    return Column(codes, values, False, "strings" if wanted is str else "bytes")
 
 
 def _from_categories(argument: str, codes: NDArray[Any], categories: NDArray[Any]) -> Column:
@@ -154,7 +159,14 @@ def _from_categories(argument: str, codes: NDArray[Any], categories: NDArray[Any
     return Column(of.codes[places], of.values[places] if of.raw else of.values, of.raw, of.kind)
 
 
-def _from_arrow(argument: str, value: Any) -> Column:
+def _decoded(value: Any) -> NDArray[Any]:
+    """An Arrow array as a NumPy array: integers, or objects."""
+    if type(value).__name__ == "ChunkedArray":
+        return np.asarray(value.to_numpy())
+    return np.asarray(value.to_numpy(zero_copy_only=False))
+
+
+def _from_arrow(argument: str, value: Any, encode: bool) -> Column:
     import pyarrow as pa
 
     if not isinstance(value, (pa.Array, pa.ChunkedArray)):
@@ -179,6 +191,9 @@ def _from_arrow(argument: str, value: Any) -> Column:
             types.is_fixed_size_binary,
         )
     ):
+        if not encode:
+            strings = types.is_string(value.type) or types.is_large_string(value.type)
+            return _not_encoded(_decoded(value), strings)
         value = value.dictionary_encode()
     if not types.is_dictionary(value.type):
         raise TreeError(argument, _RULE, f"type {value.type}")
@@ -187,11 +202,10 @@ def _from_arrow(argument: str, value: Any) -> Column:
         value = pa.concat_arrays(chunks)
     if value.dictionary.null_count:
         raise TreeError(argument, "must hold no null", "one in its dictionary")
-    categories = value.dictionary.to_numpy(zero_copy_only=False)
-    return _from_categories(argument, value.indices.to_numpy(zero_copy_only=False), categories)
+    return _from_categories(argument, _decoded(value.indices), _decoded(value.dictionary))
 
 
-def _from_pandas(argument: str, value: Any) -> Column:
+def _from_pandas(argument: str, value: Any, encode: bool) -> Column:
     import pandas as pd
 
     if getattr(value, "ndim", 0) != 1:
@@ -202,4 +216,5 @@ def _from_pandas(argument: str, value: Any) -> Column:
     at = first(np.asarray(pd.isna(array)))
     if at >= 0:
         raise TreeError(argument, "must hold no null", f"one at position {at}")
-    return _from_numpy(argument, array.to_numpy(dtype=getattr(array.dtype, "numpy_dtype", None)))
+    plain = array.to_numpy(dtype=getattr(array.dtype, "numpy_dtype", None))
+    return _from_numpy(argument, plain, encode)

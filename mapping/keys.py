@@ -74,17 +74,21 @@ def group_keys(
     if not columns:
         raise TreeError("keys", "must have a column for at least one level", "none")
     levels = tuple(columns)
-    made = [column(f'keys["{level}"]', value) for level, value in columns.items()]
+    wanted = tuple(shared)
+    for level in wanted:
+        if level not in columns:
+            raise TreeError("shared", f"must name levels of {list(levels)}", repr(level))
+    # The leaf's own keys group nothing.
+    made = [
+        column(f'keys["{level}"]', value, encode=level != levels[-1] or level in wanted)
+        for level, value in columns.items()
+    ]
     entries = made[0].codes.size
     for level, col in zip(levels, made, strict=True):
         if col.codes.size != entries:
             rule = f'must be as long as keys["{levels[0]}"], {entries}'
             raise TreeError(f'keys["{level}"]', rule, str(col.codes.size))
     known = _known(levels, rows)
-    wanted = tuple(shared)
-    for level in wanted:
-        if level not in columns:
-            raise TreeError("shared", f"must name levels of {list(levels)}", repr(level))
     grouped = Grouped(levels, entries, [], {}, {})
     codes: Int32 | None = None
     for level, col in zip(levels[:-1], made[:-1], strict=True):

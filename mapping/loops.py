@@ -58,17 +58,43 @@ def count_rows(parent: Any, counts: Any, root_rows: int, rows: Any) -> int:
 def _fill_runs(offsets: Any, rows: int, index: Any) -> None:
     """Fills index[offsets[c]:offsets[c+1]] with c, from left to right.
 
-    Writes 32 at a time, past the end of a run: what lies there belongs to later runs, or is dead.
-    Runs of a few rows are what trees have, and then mispredicted branches are the cost: this takes
-    0.3 ms for a million rows in runs of 8, a loop that stops at the end of each run 1.4 ms.
+    Writes past the end of a run: what lies there belongs to later runs, or is dead. Runs of a few
+    rows are what trees have, and then mispredicted branches are the cost: a million rows in runs of
+    8 take 0.3 ms by 32 at a time, 1.4 ms by a loop that stops where each run does. In runs of 1 or
+    2 they take 0.9 ms by 8 at a time, 1.6 ms by 32.
     """
+    width = 8 if index.size < 4 * rows else 32
+    wide = rows
+    while wide > 0 and offsets[wide - 1] > index.size - width:
+        wide -= 1
+    if width == 8:
+        _fill_short(offsets, wide, index)
+    else:
+        _fill_long(offsets, wide, index)
+    for c in range(wide, rows):
+        index[offsets[c] : offsets[c + 1]] = c
+
+
+@compiled
+def _fill_short(offsets: Any, rows: int, index: Any) -> None:
+    """Runs whose starts leave room for 8 entries each."""
+    for c in range(rows):
+        # Unsigned, since signed positions are tested for counting from the end.
+        i = np.uint64(offsets[c])
+        end = np.uint64(offsets[c + 1])
+        row = np.int32(c)
+        for j in (0, 1, 2, 3, 4, 5, 6, 7):
+            index[i + np.uint64(j)] = row
+        if end > i + np.uint64(8):
+            index[i + np.uint64(8) : end] = row
+
+
+@compiled
+def _fill_long(offsets: Any, rows: int, index: Any) -> None:
+    """Runs whose starts leave room for 32 entries each."""
     width = np.uint64(32)
     last = index.size - 32
-    wide = rows
-    while wide > 0 and offsets[wide - 1] > last:
-        wide -= 1
-    # Unsigned positions, since signed ones are tested for counting from the end.
-    for c in range(wide):
+    for c in range(rows):
         i = np.uint64(offsets[c])
         end = np.uint64(offsets[c + 1])
         index[i : i + width] = c
@@ -79,8 +105,6 @@ def _fill_runs(offsets: Any, rows: int, index: Any) -> None:
         while i < end:
             index[i] = c
             i += np.uint64(1)
-    for c in range(wide, rows):
-        index[offsets[c] : offsets[c + 1]] = c
 
 
 @compiled

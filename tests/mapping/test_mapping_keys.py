@@ -128,6 +128,7 @@ def test_forms_of_string_keys(form):
     columns = {level: make(keys) for level, keys in log.items()}
     check(group_keys(columns, rows={"user": make(strings(KNOWN))}, shared=log), log, strings(KNOWN))
     check(group_keys(columns, rows={"user": strings(KNOWN)}), log, strings(KNOWN))
+    check(group_keys(columns), log)
     mixed = {**LOG, "user": log["user"]}
     check(group_keys({**LOG, "user": columns["user"]}), mixed)
 
@@ -145,7 +146,9 @@ def test_forms_of_string_keys(form):
 )
 def test_bytes(make):
     log = {level: [f"k{key:03}".encode() for key in keys] for level, keys in LOG.items()}
-    check(group_keys({level: make(keys) for level, keys in log.items()}), log)
+    columns = {level: make(keys) for level, keys in log.items()}
+    check(group_keys(columns), log)
+    check(group_keys(columns, shared=log), log)
 
 
 def test_long_strings_that_differ_late():
@@ -215,7 +218,7 @@ def test_an_empty_log_with_known_users():
         (["a", None], "None at position 1"),
         (["a", b"a"], "b'a' at position 1"),
         (np.array(["a", np.nan], dtype=object), "nan at position 1"),
-        ([["a"], ["b"]], r"list \("),
+        ([["a"], ["b"]], r"\['a'\] at position 0"),
         (np.zeros((2, 2), int), r"shape \[2, 2\]"),
         ("abc", "str"),
         (None, "NoneType"),
@@ -231,8 +234,9 @@ def test_an_empty_log_with_known_users():
 )
 def test_what_is_no_key_is_refused(value, got):
     rule = r'keys\["user"\] must be a 1-D column of integers, strings or categories; got '
-    with pytest.raises(TreeError, match=rule + got):
-        column('keys["user"]', value)
+    for encode in (True, False):
+        with pytest.raises(TreeError, match=rule + got):
+            column('keys["user"]', value, encode=encode)
 
 
 @pytest.mark.parametrize(
@@ -248,8 +252,9 @@ def test_what_is_no_key_is_refused(value, got):
     ],
 )
 def test_nulls_are_refused(value, got):
-    with pytest.raises(TreeError, match=rf'keys\["user"\] must hold no null; got {got}'):
-        column('keys["user"]', value)
+    for encode in (True, False):
+        with pytest.raises(TreeError, match=rf'keys\["user"\] must hold no null; got {got}'):
+            column('keys["user"]', value, encode=encode)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,11 @@ def test_long_strings_that_differ_late():
     check(group_keys({"user": np.array(keys), "item": range(5)}), {"user": keys, "item": range(5)})
 
 
+def test_characters_that_agree_in_their_low_bits_differ():
+    keys = ["a", "\u0461", "a", "\U00010061"]
+    check(group_keys({"user": np.array(keys), "item": range(4)}), {"user": keys, "item": range(4)})
+
+
 def test_an_arrow_dictionary_may_hold_a_key_twice():
     twice = pa.DictionaryArray.from_arrays([0, 1, 2, 0], ["a", "b", "a"])
     check(group_keys({"u": twice, "i": [0] * 4}), {"u": ["a", "b", "a", "a"], "i": [0] * 4})

@@ -79,4 +79,4 @@ def _attend_self(
     whole_o = o.new_zeros((flat_q.shape[0], *o.shape[2:])).index_put((places,), o[valid])
     whole_lse = lse.new_zeros((flat_q.shape[0], *lse.shape[2:])).index_put((places,), lse[valid])
     shape = q.shape[:-1]
-    return whole_o.view(*shape, -1).to(q.dtype), whole_lse.view(shape)
+    return whole_o.view(*shape, o.shape[-1]).to(q.dtype), whole_lse.view(shape)

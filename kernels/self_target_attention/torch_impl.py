@@ -32,7 +32,7 @@ def forward(
     if live is not None:
         target.lse[int(live) :] = 0
     shape = q_self.shape[:-1]
-    o_self = own.o.view(*shape, -1).to(q_self.dtype)
+    o_self = own.o.view(*shape, own.o.shape[-1]).to(q_self.dtype)
     return o_self, target.o.to(q.dtype), own.lse.view(shape), target.lse
 
 
@@ -82,10 +82,10 @@ def _calls(
 ) -> tuple[Call, Call]:
     """The history's rows, each a segment as long as its keys; and the rows below it."""
     keys = key_spans(memory)
-    lengths = keys.count.copy()
+    lengths = keys.counts.copy()
     if live_of is not None:
         lengths[int(live_of) :] = 0
-    rows = Spans(keys.start, lengths)
+    rows = Spans(keys.starts, lengths)
     own = Call(_own_rows(q_self, memory), memory, rows, keys, scale, causal)
     return own, Call(q, memory, row_spans(memory, q.shape[0], live), keys, scale)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ikbo_tree.kernels.target_attention import core
 from ikbo_tree.kernels.target_attention.folded import (
     Chunk,
+    Limits,
     Piece,
     Spans,
     chunks,
@@ -25,10 +26,12 @@ from ikbo_tree.kernels.target_attention.folded import (
 )
 from ikbo_tree.kernels.target_attention.memories import Memory
 
-CPU_LIMIT = 1 << 19
-"""Elements for each thread that a chunk and a block of scores may have: 2 MiB of float32, so that
-temporaries stay in cache and an op takes little beyond its results."""
+CPU_ROWS = 1 << 16
+CPU_KEYS = 1 << 19
+"""Elements for each thread: what an op takes beyond its results stays in the caches and small."""
 CUDA_LIMIT = 1 << 25
+ROWS_SHARE = 64
+"""A call's rows may also be this part of all rows: large inputs are not cut into more calls."""
 
 
 class Call(NamedTuple):
@@ -56,31 +59,33 @@ class Call(NamedTuple):
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     @property
-    def limit(self) -> int:
-        """Elements that temporaries may have, about."""
-        on_cpu = self.q.device.type == "cpu"
-        return CPU_LIMIT * torch.get_num_threads() if on_cpu else CUDA_LIMIT
+    def limits(self) -> Limits:
+        """How much to do in a call of dense attention."""
+        q, k, v = self.q, self.memory.k, self.memory.v
+        row_width = q.shape[1] * q.shape[2] * max(q.shape[3], v.shape[-1])
+        key_width = k.shape[-2] * (k.shape[-1] + v.shape[-1])
+        if q.device.type != "cpu":
+            return Limits(row_width, key_width, CUDA_LIMIT, CUDA_LIMIT)
+        threads = torch.get_num_threads()
+        rows = max(CPU_ROWS * threads, q.shape[0] * row_width // ROWS_SHARE)
+        return Limits(row_width, key_width, rows, CPU_KEYS * threads)
 
     @property
     def groups(self) -> int:
         """Query heads that share a head of keys: heads j * groups + g for g in range(groups)."""
         return self.q.shape[2] // self.memory.k.shape[-2]
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self, limits: Limits) -> Iterator[Chunk]:
         """The work, in calls of dense attention."""
         if self.q.numel() == 0:
             return iter(())
-        k, v = self.memory.k, self.memory.v
-        row_width = self.q.shape[1] * self.q.shape[2] * (k.shape[-1] + v.shape[-1])
-        key_width = k.shape[-2] * (k.shape[-1] + v.shape[-1])
-        return chunks(self.rows, self.keys, row_width, key_width, self.limit, self.q.device)
+        return chunks(self.rows, self.keys, limits, self.q.device)
 
-    def blocks(self, rows: Piece) -> Iterator[Piece]:
+    def blocks(self, rows: Piece, limits: Limits) -> Iterator[Piece]:
         """The rows of a chunk, those of a single long segment in runs."""
         if self.causal:
             return iter((rows,))
-        row_width = self.q.shape[1] * self.q.shape[2] * self.q.shape[3]
-        return sub_rows(rows, max(1, self.limit // max(1, row_width)))
+        return sub_rows(rows, max(1, limits.rows // limits.row_width))
 
 
 class Result(NamedTuple):
@@ -125,10 +130,12 @@ class Operands(NamedTuple):
 
 def forward(call: Call, result: Result, *, first: bool) -> None:
     """Attends to one memory and merges into `result`, or writes it where `first`."""
-    for chunk in call.chunks():
+    limits = call.limits
+    options = core.Options(call.causal, call.scale, limits.keys)
+    for chunk in call.chunks(limits):
         operands = _load_keys(call, chunk.keys)
-        for piece in call.blocks(chunk.rows):
-            o, lse = _attend(call, _fold(call.q, piece, call.wide), operands)
+        for piece in call.blocks(chunk.rows, limits):
+            o, lse = _attend(call, _fold(call.q, piece, call.wide), operands, options)
             part = Result(_unfold(o, piece), _unfold(lse, piece))
             if not first:
                 part = merge(Result(*(take(x, piece, padded=False) for x in result)), part)
@@ -147,11 +154,13 @@ def merge(a: Result, b: Result) -> Result:
 def backward(call: Call, saved: Saved, sums: Sums, *, add_rows: bool, add_keys: bool) -> None:
     """Writes the gradients that pass through one memory into `sums`, or adds them."""
     padded = not call.memory.packed
-    for chunk in call.chunks():
+    limits = call.limits
+    options = core.Options(call.causal, call.scale, limits.keys)
+    for chunk in call.chunks(limits):
         operands = _load_keys(call, chunk.keys)
         totals: tuple[Tensor | None, ...] = (None, None, None)
-        for piece in call.blocks(chunk.rows):
-            dq, *parts = _gradients(call, saved, sums, piece, operands)
+        for piece in call.blocks(chunk.rows, limits):
+            dq, *parts = _gradients(call, saved, sums, piece, operands, options)
             if sums.q is not None and dq is not None:
                 put(sums.q, piece, _unfold(dq, piece), padded=False, add=add_rows)
             totals = tuple(
@@ -182,8 +191,9 @@ def _load_keys(call: Call, piece: Piece) -> list[Operands]:
     return [Operands(k, v, bias[:, g :: call.groups]) for g in range(call.groups)]
 
 
-def _attend(call: Call, q: Tensor, operands: list[Operands]) -> tuple[Tensor, Tensor]:
-    options = core.Options(call.causal, call.scale, call.limit)
+def _attend(
+    call: Call, q: Tensor, operands: list[Operands], options: core.Options
+) -> tuple[Tensor, Tensor]:
     if call.groups == 1:
         return core.forward(q, *operands[0], options)
     o = q.new_empty((*q.shape[:-1], operands[0].v.shape[-1]))
@@ -195,10 +205,14 @@ def _attend(call: Call, q: Tensor, operands: list[Operands]) -> tuple[Tensor, Te
 
 
 def _gradients(
-    call: Call, saved: Saved, sums: Sums, piece: Piece, operands: list[Operands]
+    call: Call,
+    saved: Saved,
+    sums: Sums,
+    piece: Piece,
+    operands: list[Operands],
+    options: core.Options,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q [B, R, H, D], k and v [B, L, Hkv, ...] and bias [B, L, ...]."""
-    options = core.Options(call.causal, call.scale, call.limit)
     needs = core.Needs(*(x is not None for x in sums))
     q, o, lse = (_fold(x, piece, call.wide) for x in (call.q, saved.o, saved.lse))
     do = _without_repetitions(saved.do, piece, call.wide)
@@ -238,7 +252,7 @@ def _fold(x: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
 
 
 def _unfold(x: Tensor, piece: Piece) -> Tensor:
-    return x.view(x.shape[0], piece.width, -1, *x.shape[2:])
+    return x.view(x.shape[0], piece.width, x.shape[1] // piece.width, *x.shape[2:])
 
 
 def _without_repetitions(x: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,6 @@ alone, again without a copy; small ones are gathered together with others of abo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,42 +19,63 @@ from ikbo_tree.kernels.target_attention.memories import Memory
 
 Indices = NDArray[np.int64]
 
+VIEW_CALLS = 4
+"""So few calls are made one by one, whatever their sizes."""
 ALONE = 1 << 14
-"""Elements of q, k and v from which a chunk is taken without a copy: below, gathering many segments
-into one call costs less than a call each (about 25 microseconds)."""
+"""Elements of q, k and v from which a segment gets its own call among many: below, gathering it
+into a call with others costs less than another call (about 25 microseconds)."""
 BUCKETS_AN_OCTAVE = 4
 """Gathered segments differ in rows, and in keys, by at most this fraction of an octave (19 %)."""
 
 
-@dataclass(frozen=True, eq=False)
-class Spans:
-    """Where the query rows, or the keys, of each segment lie: `count` entries from `start` on.
+class Spans(NamedTuple):
+    """Where the query rows, or the keys, of each segment lie: so many entries from its start on.
 
     Attributes:
-        start: [segments].
-        count: [segments].
-        index: what the entries are, [entries]; None: entry i is position i.
+        starts: [segments].
+        counts: [segments].
+        entries: what the entries are, [entries]; None: entry i is position i.
         pitch: distance between the starts of neighbouring segments that makes a block of them a
             view: the padded length, or None where they have to touch.
     """
 
-    start: Indices
-    count: Indices
-    index: Tensor | None = None
+    starts: Indices
+    counts: Indices
+    entries: Tensor | None = None
     pitch: int | None = None
 
     def follows(self) -> NDArray[np.bool_]:
         """[segments - 1]: the next segment has as many entries and lies one pitch further."""
-        count = self.count[:-1]
-        pitch = count if self.pitch is None else self.pitch
-        follows: NDArray[np.bool_] = (count == self.count[1:]) & (
-            self.start[:-1] + pitch == self.start[1:]
-        )
+        counts = self.counts[:-1]
+        pitch = counts if self.pitch is None else self.pitch
+        near = self.starts[:-1] + pitch == self.starts[1:]
+        follows: NDArray[np.bool_] = near & (counts == self.counts[1:])
         return follows
 
     def take(self, which: Indices) -> Spans:
         """The spans of these segments only."""
-        return replace(self, start=self.start[which], count=self.count[which])
+        return Spans(self.starts[which], self.counts[which], self.entries, self.pitch)
+
+
+class Limits(NamedTuple):
+    """How large a call of several segments may get.
+
+    Attributes:
+        row_width: elements of a query row's output.
+        key_width: elements of a key and its value.
+        rows: most elements of all rows.
+        keys: most elements of all keys.
+    """
+
+    row_width: int
+    key_width: int
+    rows: int
+    keys: int
+
+    def segments(self, rows: int, keys: int) -> int:
+        """Segments of that size to a call, at least one."""
+        by_rows = self.rows // max(1, rows * self.row_width)
+        return max(1, min(by_rows, self.keys // max(1, keys * self.key_width)))
 
 
 class Piece(NamedTuple):
@@ -92,107 +112,103 @@ def host(x: Tensor) -> Indices:
 def row_spans(memory: Memory, rows: int, live: Tensor | None) -> Spans:
     """The query rows that attend to each row of the memory; dead ones are nobody's."""
     if memory.offsets is None:
-        count = np.ones(rows, np.int64)
+        counts = np.ones(rows, np.int64)
         if live is not None:
-            count[int(live) :] = 0
-        return Spans(np.arange(rows), count)
+            counts[int(live) :] = 0
+        return Spans(np.arange(rows), counts)
     offsets = host(memory.offsets)
-    return Spans(offsets[:-1], np.diff(offsets), memory.order)
+    return Spans(offsets[:-1], offsets[1:] - offsets[:-1], memory.order)
 
 
 def key_spans(memory: Memory) -> Spans:
     """The keys of each row of the memory, without the masked ones."""
-    k = memory.k
+    k, extent = memory.k, memory.extent
     pitch: int | None = None
     if memory.packed:
-        assert memory.extent is not None
-        bounds = host(memory.extent).clip(0, k.shape[0])
-        start, count = bounds[:-1], np.diff(bounds).clip(0)
+        assert extent is not None
+        bounds = host(extent).clip(0, k.shape[0])
+        starts, counts = bounds[:-1], (bounds[1:] - bounds[:-1]).clip(0)
     else:
         rows, pitch = k.shape[:2]
-        start = np.arange(rows) * pitch
-        if memory.extent is None:
-            count = np.full(rows, pitch)
-        else:
-            count = host(memory.extent).clip(0, pitch)
+        starts = np.arange(rows) * pitch
+        counts = np.full(rows, pitch) if extent is None else host(extent).clip(0, pitch)
     if memory.mask is None:
-        return Spans(start, count, None, pitch)
+        return Spans(starts, counts, None, pitch)
     positions = memory.mask.flatten().nonzero().flatten()
     known = host(positions)
-    first = np.searchsorted(known, start)
-    return Spans(first, np.searchsorted(known, start + count) - first, positions)
+    first = np.searchsorted(known, starts)
+    return Spans(first, np.searchsorted(known, starts + counts) - first, positions)
 
 
-def chunks(
-    rows: Spans, keys: Spans, row_width: int, key_width: int, limit: int, device: torch.device
-) -> Iterator[Chunk]:
+def chunks(rows: Spans, keys: Spans, limits: Limits, device: torch.device) -> Iterator[Chunk]:
     """The work of one memory, segments without rows or without keys left out.
 
     Args:
         rows: query rows of each segment.
         keys: keys of each segment.
-        row_width: elements that a query row has.
-        key_width: elements that a key and its value have.
-        limit: most elements of a chunk of more than one segment.
+        limits: of a call.
         device: where indices go.
     """
-    some = np.flatnonzero((rows.count > 0) & (keys.count > 0))
+    some = ((rows.counts > 0) & (keys.counts > 0)).nonzero()[0]
     if some.size == 0:
         return
-    if some.size < rows.count.size:
+    if some.size < rows.counts.size:
         rows, keys = rows.take(some), keys.take(some)
-    cost = rows.count * row_width + keys.count * key_width
-    first = np.flatnonzero(np.concatenate(([True], ~(rows.follows() & keys.follows()))))
-    size = np.diff(np.append(first, some.size))
-    large = size * cost[first] >= ALONE
-    for at, batch in zip(first[large].tolist(), size[large].tolist(), strict=True):
-        step = max(1, limit // int(cost[at]))
-        for i in range(at, at + batch, step):
-            n = min(step, at + batch - i)
+    breaks = (~(rows.follows() & keys.follows())).nonzero()[0]
+    first = np.concatenate(([0], breaks + 1))
+    sizes = np.diff(first, append=some.size)
+    if first.size <= VIEW_CALLS:
+        large = np.ones(first.size, np.bool_)
+    else:
+        cost = rows.counts[first] * limits.row_width + keys.counts[first] * limits.key_width
+        large = sizes * cost >= ALONE
+    for at, size in zip(first[large].tolist(), sizes[large].tolist(), strict=True):
+        step = limits.segments(int(rows.counts[at]), int(keys.counts[at]))
+        for i in range(at, at + size, step):
+            n = min(step, at + size - i)
             yield Chunk(_block(rows, i, n), _block(keys, i, n))
-    small = np.flatnonzero(~np.repeat(large, size))
-    if small.size:
-        yield from _gathered(rows.take(small), keys.take(small), cost[small], limit, device)
+    if not large.all():
+        small = (~np.repeat(large, sizes)).nonzero()[0]
+        yield from _gathered(rows.take(small), keys.take(small), limits, device)
 
 
 def _block(spans: Spans, at: int, batch: int) -> Piece:
-    width, start = int(spans.count[at]), int(spans.start[at])
-    index = None if spans.index is None else spans.index[start : start + batch * width]
-    return Piece(batch, width, start, index)
+    width, start = int(spans.counts[at]), int(spans.starts[at])
+    entries = None if spans.entries is None else spans.entries[start : start + batch * width]
+    return Piece(batch, width, start, entries)
 
 
-def _gathered(
-    rows: Spans, keys: Spans, cost: Indices, limit: int, device: torch.device
-) -> Iterator[Chunk]:
+def _gathered(rows: Spans, keys: Spans, limits: Limits, device: torch.device) -> Iterator[Chunk]:
     buckets = [
-        np.ceil(np.log2(count) * BUCKETS_AN_OCTAVE).astype(np.int64)
-        for count in (rows.count, keys.count)
+        np.ceil(np.log2(counts) * BUCKETS_AN_OCTAVE).astype(np.int64)
+        for counts in (rows.counts, keys.counts)
     ]
     by_size = np.lexsort((*buckets,))
     same = [bucket[by_size[1:]] == bucket[by_size[:-1]] for bucket in buckets]
-    ends = np.append(np.flatnonzero(~(same[0] & same[1])) + 1, by_size.size)
+    ends = np.append((~(same[0] & same[1])).nonzero()[0] + 1, by_size.size)
     begin = 0
     for end in ends.tolist():
-        step = max(1, limit // int(cost[by_size[begin:end]].max()))
-        for i in range(begin, end, step):
-            which = by_size[i : min(i + step, end)]
+        bucket = by_size[begin:end]
+        step = limits.segments(int(rows.counts[bucket].max()), int(keys.counts[bucket].max()))
+        for i in range(0, bucket.size, step):
+            which = bucket[i : i + step]
             yield Chunk(_gather(rows.take(which), device), _gather(keys.take(which), device))
         begin = end
 
 
 def _gather(spans: Spans, device: torch.device) -> Piece:
-    if spans.count.size == 1:
+    if spans.counts.size == 1:
         return _block(spans, 0, 1)
-    width = int(spans.count.max())
+    width = int(spans.counts.max())
     steps = np.arange(width)
-    last = spans.count[:, None] - 1
-    positions = (spans.start[:, None] + np.minimum(steps, last)).reshape(-1)
+    last = spans.counts[:, None] - 1
+    positions = (spans.starts[:, None] + np.minimum(steps, last)).reshape(-1)
     index = torch.from_numpy(positions).to(device)
-    if spans.index is not None:
-        index = spans.index[index]
-    uniform = int(spans.count.min()) == width
+    if spans.entries is not None:
+        index = spans.entries[index]
+    uniform = int(spans.counts.min()) == width
     valid = None if uniform else torch.from_numpy(steps <= last).to(device)
-    return Piece(spans.count.size, width, 0, index, valid)
+    return Piece(spans.counts.size, width, 0, index, valid)
 
 
 def sub_rows(piece: Piece, most: int) -> Iterator[Piece]:

@@ -145,7 +145,7 @@ def _stages(
         assert route is not None
         consumer.append(at)
         routes.append(route)
-    live = [count for name in chain if (count := tree.live(name)) is not None]
+    live = [tree.live(name) for name in chain]
     return (
         x,
         weight,
@@ -153,7 +153,7 @@ def _stages(
         [route.index for route in routes],
         [route.offsets for route in routes],
         [route.order for route in routes],
-        live,
+        [count for count in live if count is not None],
     )
 
 

@@ -11,7 +11,12 @@ from ikbo_tree.kernels.common import dispatch
 from ikbo_tree.kernels.common.library import register
 from ikbo_tree.kernels.common.routes import Route
 
-IMPLEMENTATIONS = dispatch.Implementations("broadcast", __package__)
+IMPLEMENTATIONS = dispatch.Implementations(
+    "broadcast",
+    __package__,
+    {"reference": "reference", "torch": "torch_impl", "triton": "triton_kernel"},
+    {"cuda": ("triton", "torch"), "default": ("torch",)},
+)
 
 
 def _forward(

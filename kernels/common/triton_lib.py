@@ -67,6 +67,15 @@ def alignment(*sizes: int) -> int:
     return 1
 
 
+def flat_rows(x: Tensor, width: int) -> Tensor:
+    """`x` [rows, ...] as [rows, width] whose elements of a row are adjacent; a view if it can be.
+
+    Rows may lie at any distance (columns of a larger tensor), or all in one place (expanded).
+    """
+    flat = x.reshape(x.shape[0], width)
+    return flat if width == 1 or flat.stride(1) == 1 else flat.contiguous()
+
+
 @triton.jit
 def live_rows(live_ptr, allocated):
     """The live count: read from `live_ptr` [1], or all that is allocated where that is None."""

@@ -11,7 +11,12 @@ from ikbo_tree.kernels.common import dispatch
 from ikbo_tree.kernels.common.library import register
 from ikbo_tree.kernels.common.routes import Route
 
-IMPLEMENTATIONS = dispatch.Implementations("reduce", __package__)
+IMPLEMENTATIONS = dispatch.Implementations(
+    "reduce",
+    __package__,
+    {"reference": "reference", "torch": "torch_impl", "triton": "triton_kernel"},
+    {"cuda": ("triton", "torch"), "default": ("torch",)},
+)
 OPS = ("sum", "mean", "max", "min", "logsumexp")
 
 _MAPS = "Tensor index, Tensor offsets, Tensor? order, Tensor? live_fine, Tensor? live_coarse"

@@ -72,6 +72,7 @@ def _refill(x: Tensor, route: Route, nothing: Any) -> Tensor:
 
 def logsumexp(x: Tensor, route: Route) -> Tensor:
     """[coarse, ...] log of the sums of exp(x); -inf, and no gradient, where there is nothing."""
+    x = zero_dead_rows(x, route.live_fine)
     peak = scatter_extreme(x.detach(), route, "max")
     peak = peak.masked_fill(peak.isinf(), 0)
     if route.coarse_rows == 0 or x.numel() == 0:

@@ -1,0 +1,263 @@
+"""Reductions over segments of rows, in an order fixed by each segment's own rows (contracts 4, 8).
+
+Segments of up to T rows are short: a program reduces S of them side by side. A longer segment is
+cut into pieces of P rows from its first row on; a program reduces one piece, and where there are
+several, a second launch combines their partial results. Pieces are numbered without any counting:
+the sorted rows 0, T, 2 T, ... that lie in a segment of more than T rows are at least as many as its
+pieces (P >= 2 T), so row k T, slot k, stands for the piece that comes as many after the first one
+as that row comes after the first such row of its segment. Slots that stand for no piece end at
+once.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ikbo_tree.kernels.common.config import SegmentTile, segment_tile
+from ikbo_tree.kernels.common.routes import Route
+from ikbo_tree.kernels.common.triton_folds import (
+    combine_pieces,
+    finite,
+    fold,
+    piece_of,
+    short_segments,
+    store_partial,
+)
+from ikbo_tree.kernels.common.triton_lib import alignment, flat_rows, guard
+
+COUNTS = ["segments", "slots", "x_step", "g_step"]
+"""Arguments that Triton must not compile a kernel for: their values change with every batch."""
+
+
+@triton.jit
+def _finish(
+    out_ptr,
+    live_ptr,
+    segment,
+    mine,
+    length,
+    cols,
+    value,
+    total,
+    OP: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Writes [S, C] results; zeros to segments beyond the live count."""
+    if OP == "mean":
+        count = tl.maximum(length, 1).to(tl.float32)
+        value = tl.div_rn(value, tl.broadcast_to(count[:, None], value.shape))
+    elif OP == "logsumexp":
+        value = tl.log(total) + finite(value)
+    if live_ptr is not None:
+        value = tl.where((segment < tl.load(live_ptr))[:, None], value, 0.0)
+    at = segment.to(tl.int64)[:, None] * WIDTH + cols[None, :]
+    mask = mine[:, None] & (cols < WIDTH)[None, :]
+    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _reduce_piece(
+    x_ptr,
+    out_ptr,
+    partial_ptr,
+    index_ptr,
+    offsets_ptr,
+    order_ptr,
+    live_ptr,
+    segments,
+    slot,
+    slots,
+    cols,
+    stride,
+    OP: tl.constexpr,
+    PLANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    T: tl.constexpr,
+    P: tl.constexpr,
+):
+    segment, begin, length, _, start = piece_of(
+        slot, index_ptr, offsets_ptr, order_ptr, segments, T, P
+    )
+    if start < length:
+        one = tl.zeros([1], tl.int32)
+        first, rows = one + begin + start, one + tl.minimum(length - start, P)
+        a, b, c = fold(
+            x_ptr, None, None, order_ptr, first, rows, cols, stride, 0, OP, PLANES, WIDTH, 1, R, C
+        )
+        if length <= P:
+            _finish(out_ptr, live_ptr, one + segment, one == 0, rows, cols, a, b, OP, WIDTH)
+        else:
+            plane = slots.to(tl.int64) * WIDTH
+            store_partial(partial_ptr, plane, slot, cols, a, b, c, PLANES, WIDTH)
+
+
+@triton.jit
+def _reduce_short(
+    x_ptr,
+    out_ptr,
+    offsets_ptr,
+    order_ptr,
+    live_ptr,
+    segments,
+    block,
+    cols,
+    stride,
+    OP: tl.constexpr,
+    PLANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    S: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    T: tl.constexpr,
+):
+    segment, first, rows, mine = short_segments(block, offsets_ptr, segments, S, T)
+    a, b, _ = fold(
+        x_ptr, None, None, order_ptr, first, rows, cols, stride, 0, OP, PLANES, WIDTH, S, R, C
+    )
+    _finish(out_ptr, live_ptr, segment, mine, rows, cols, a, b, OP, WIDTH)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def reduce_kernel(
+    x_ptr,
+    out_ptr,
+    partial_ptr,
+    index_ptr,
+    offsets_ptr,
+    order_ptr,
+    live_ptr,
+    segments,
+    slots,
+    x_step,
+    X_ALIGN: tl.constexpr,
+    OP: tl.constexpr,
+    PLANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    S: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    T: tl.constexpr,
+    P: tl.constexpr,
+):
+    """Programs 0 .. slots - 1: pieces of long segments; the others: blocks of short ones."""
+    cols = tl.program_id(1) * C + tl.arange(0, C)
+    stride = x_step.to(tl.int64) * X_ALIGN
+    program = tl.program_id(0)
+    if program < slots:
+        _reduce_piece(
+            x_ptr, out_ptr, partial_ptr, index_ptr, offsets_ptr, order_ptr, live_ptr, segments,
+            program, slots, cols, stride, OP, PLANES, WIDTH, S * R, C, T, P,
+        )  # fmt: skip
+    else:
+        _reduce_short(
+            x_ptr, out_ptr, offsets_ptr, order_ptr, live_ptr, segments, program - slots,
+            cols, stride, OP, PLANES, WIDTH, S, R, C, T,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def combine_kernel(
+    out_ptr,
+    partial_ptr,
+    index_ptr,
+    offsets_ptr,
+    order_ptr,
+    live_ptr,
+    segments,
+    slots,
+    OP: tl.constexpr,
+    PLANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    T: tl.constexpr,
+    P: tl.constexpr,
+):
+    """Program k combines the pieces of the segment of several whose first sorted row jP has j = k.
+
+    Without `out_ptr` the results take the place of the segment's first partial ones.
+    """
+    cols = tl.program_id(1) * C + tl.arange(0, C)
+    segment, begin, length, _, start = piece_of(
+        tl.program_id(0), index_ptr, offsets_ptr, order_ptr, segments, P, P
+    )
+    if (length > 0) & (start == 0):
+        plane = slots.to(tl.int64) * WIDTH
+        slot, pieces = tl.cdiv(begin, T), tl.cdiv(length, P)
+        one = tl.zeros([1], tl.int32)
+        a, b, c = combine_pieces(partial_ptr, plane, slot, pieces, cols, OP, PLANES, WIDTH, R, C)
+        if out_ptr is None:
+            store_partial(partial_ptr, plane, slot, cols, a, b, c, PLANES, WIDTH)
+        else:
+            _finish(out_ptr, live_ptr, one + segment, one == 0, one + length, cols, a, b, OP, WIDTH)
+
+
+def reduce_segments(x: Tensor, route: Route, op: str, dtype: torch.dtype) -> Tensor:
+    """The rows of each segment reduced by `op`, accumulated in float32.
+
+    Args:
+        x: [fine, ...] float32 or 16 bits. Dead rows are never read.
+        route: where the rows of the fine level lie.
+        op: `"sum"`, `"mean"`, `"max"`, `"min"` or `"logsumexp"`.
+        dtype: of the result.
+
+    Returns:
+        [coarse, ...], contiguous; the op's identity for empty segments, zero in dead rows.
+    """
+    fine, coarse, width = route.fine_rows, route.coarse_rows, math.prod(x.shape[1:])
+    out = x.new_empty((coarse, *x.shape[1:]), dtype=dtype)
+    if coarse == 0 or width == 0:
+        return out
+    tile = segment_tile(width, x.element_size())
+    x = flat_rows(x, width)
+    align = alignment(x.stride(0))
+    # No segment is longer than what is allocated: without long ones their programs are left out.
+    slots = triton.cdiv(fine, tile.short) if fine > tile.short else 0
+    grid = (slots + triton.cdiv(coarse, tile.segments), triton.cdiv(width, tile.columns))
+    planes = 2 if op == "logsumexp" else 1
+    several = fine > tile.piece
+    partial = x.new_empty((planes, slots, width), dtype=torch.float32) if several else None
+    with guard(x):
+        reduce_kernel[grid](
+            x, out, partial, route.index, route.offsets, route.order, route.live_coarse,
+            coarse, slots, x.stride(0) // align,
+            X_ALIGN=align, OP=op, PLANES=planes, WIDTH=width, S=tile.segments, R=tile.rows,
+            C=tile.columns, T=tile.short, P=tile.piece, num_warps=tile.num_warps,
+        )  # fmt: skip
+        if partial is not None:
+            combine(op, out, partial, route, tile)
+    return out
+
+
+def combine(op: str, out: Tensor | None, partial: Tensor, route: Route, tile: SegmentTile) -> None:
+    """Combines the pieces of each segment of several: into `out`, or in place without it."""
+    planes, slots, width = partial.shape
+    grid = (triton.cdiv(route.fine_rows, tile.piece), triton.cdiv(width, tile.columns))
+    combine_kernel[grid](
+        out, partial, route.index, route.offsets, route.order, route.live_coarse,
+        route.coarse_rows, slots, OP=op, PLANES=planes, WIDTH=width, R=tile.step_rows,
+        C=tile.columns, T=tile.short, P=tile.piece, num_warps=tile.num_warps,
+    )  # fmt: skip
+
+
+def segment_sum(x: Tensor, route: Route, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The sum over each segment: `kernels.common.segments.segment_sum` for Triton modules.
+
+    Args:
+        x: [fine, ...] float32 or 16 bits. Dead rows are never read.
+        route: where the rows of the fine level lie.
+        dtype: of the result; sums are taken in float32 and rounded once.
+
+    Returns:
+        [coarse, ...]; empty segments and dead rows are zero.
+    """
+    return reduce_segments(x, route, "sum", dtype)

@@ -50,7 +50,7 @@ def forward(x: Tensor, route: Route) -> Tensor:
     align = alignment(x.stride(0))
     tile = row_tile(width, x.element_size())
     with guard(x):
-        _gather[(triton.cdiv(fine, tile.rows), triton.cdiv(width, tile.columns))](
+        gather_kernel[(triton.cdiv(fine, tile.rows), triton.cdiv(width, tile.columns))](
             x, out.view(bits), route.index, route.live_fine, fine, x.stride(0) // align,
             ALIGN=align, WIDTH=width, R=tile.rows, C=tile.columns, num_warps=tile.num_warps,
         )  # fmt: skip
@@ -58,7 +58,7 @@ def forward(x: Tensor, route: Route) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["rows", "step"])
-def _gather(
+def gather_kernel(
     x_ptr,
     out_ptr,
     index_ptr,
@@ -70,6 +70,7 @@ def _gather(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
+    """Program (i, j) writes R rows of C columns; zeros to dead rows."""
     row = tl.program_id(0) * R + tl.arange(0, R)
     cols = (tl.program_id(1) * C + tl.arange(0, C))[None, :]
     live = row < live_rows(live_ptr, rows)

@@ -16,7 +16,12 @@ from ikbo_tree.kernels.common import dispatch
 from ikbo_tree.kernels.common.library import register
 from ikbo_tree.kernels.target_attention.memories import collect
 
-IMPLEMENTATIONS = dispatch.Implementations("target_attention", __package__)
+IMPLEMENTATIONS = dispatch.Implementations(
+    "target_attention",
+    __package__,
+    {"reference": "reference", "torch": "torch_impl", "triton": "triton_kernel"},
+    {"cuda": ("triton", "torch"), "default": ("torch",)},
+)
 
 _ARGUMENTS = (
     "Tensor q, Tensor[] k, Tensor[] v, Tensor[] bias, int[] bias_of, Tensor?[] extent,"

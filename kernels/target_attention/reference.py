@@ -134,7 +134,7 @@ def attend(
     total = terms.sum(-1, keepdim=True)
     nothing = total == 0
     total = total.masked_fill(nothing, 1)
-    o = torch.einsum("rnhk,rkhd->rnhd", terms / total, v)
+    o = torch.einsum("rnhk,rkhd->rnhd", terms / total, v).contiguous()
     lse = (total.log() + peak).masked_fill(nothing, NOTHING)
     return o, lse.squeeze(-1)
 

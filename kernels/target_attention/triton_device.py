@@ -1,17 +1,20 @@
-"""Device code that the attention kernels share: whose keys, which query rows, one block of keys.
+"""Device code that the attention kernels share: whose keys, which query rows, softmax states.
 
 A *memory* travels to a kernel as a tuple, in this order (None where it has no such thing):
 
-    k, v, bias, mask   pointers; bias and mask are contiguous
-    extent             lengths of a padded memory, offsets of a packed one
-    index, offsets     the route's, for a memory whose row is not the tile's segment
-    k_row, k_pos, k_head, v_row, v_pos, v_head   strides; k_row is None in a packed memory
-    bias_pos, bias_head                          strides
+    0-3    k, v, bias, mask    pointers; bias and mask are contiguous
+    4      extent              lengths of a padded memory, offsets of a packed one
+    5, 6   index, offsets      the route's, where the row is not the segment of the tile
+    7-9    k_row, k_pos, k_head    strides; k_row is None in a packed memory
+    10-12  v_row, v_pos, v_head
+    13-14  bias_pos, bias_head
+    15     how many heads of the queries share one of the keys
 
-and beside it `size`: S of a padded memory, the number of entries of a packed one. The keys that one
-row of it owns, for one head, travel on as the tuple that `locate` returns.
+and beside it its `size`: S of a padded memory, the number of entries of a packed one. An *entry* is
+a key's place among all of a memory's: row * S + key, or the place itself in a packed one.
 
-Scores are kept in units of log2, so that exp2 needs no multiplication: `scale2` is scale * log2(e).
+A softmax *state* is (maximum [M], sum [M], weighted sum of values [M, DVP]), all float32, the
+maximum in units of log2, so that exp2 needs no multiplication: `scale2` is scale * log2(e).
 """
 
 # Kernel functions take pointers, tiles and constexprs, which have no Python types.
@@ -22,7 +25,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ikbo_tree.kernels.common.triton_lib import rows_at
+from ikbo_tree.kernels.common.triton_lib import live_rows, rows_at
+from ikbo_tree.kernels.common.triton_tiles import find_tile
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -31,7 +35,7 @@ NOTHING = tl.constexpr(float("-inf"))
 
 @triton.jit
 def key_span(extent_ptr, size, row, PACKED: tl.constexpr):
-    """First entry and number of keys of a row, both clamped to what exists: int64, int32."""
+    """First entry (int64) and number of keys (int32) of a row, clamped to what exists."""
     if PACKED:
         start = tl.minimum(tl.maximum(tl.load(extent_ptr + row).to(tl.int64), 0), size)
         stop = tl.minimum(tl.maximum(tl.load(extent_ptr + row + 1).to(tl.int64), 0), size)
@@ -46,11 +50,10 @@ def key_span(extent_ptr, size, row, PACKED: tl.constexpr):
 
 @triton.jit
 def locate(memory, size, row, kv_head):
-    """The keys that a row of a memory owns: how many, their first entry, and pointers for one head.
+    """The keys that a row of a memory owns.
 
     Returns:
-        Pointers at the first key and value, the number of keys, and the entry of the first one,
-        counted over the whole memory, at which bias and mask begin.
+        Pointers at the first key and value of one head, the number of keys, the first one's entry.
     """
     row = row.to(tl.int64)
     start, length = key_span(memory[4], size, row, memory[7] is None)
@@ -63,6 +66,60 @@ def locate(memory, size, row, kv_head):
         k_ptr += row * memory[7]
         v_ptr += row * memory[10]
     return k_ptr, v_ptr, length, start
+
+
+@triton.jit
+def find_rows(offsets_ptr, live_ptr, segments, rows, tile, n_seed, T: tl.constexpr):
+    """The query rows of a tile.
+
+    Where `offsets_ptr` is None every row is a segment, and the tiles of one follow each other.
+
+    Returns:
+        The segment (`segments` for dead rows), the segment's first position, the tile's first
+        folded row and the segment's end, both counted from there: nothing where first >= end.
+    """
+    if offsets_ptr is None:
+        each = tl.cdiv(n_seed, T)
+        begin = tile // each
+        segment = tl.where(begin < live_rows(live_ptr, rows), begin, segments)
+        first = (tile - begin * each) * T
+        end = n_seed
+    else:
+        segment, at, stop = find_tile(offsets_ptr, segments, rows, tile, n_seed, T)
+        begin = tl.load(offsets_ptr + segment)
+        base = begin.to(tl.int64) * n_seed
+        first = (at - base).to(tl.int32)
+        end = (stop - base).to(tl.int32)
+    return segment, begin, first, end
+
+
+@triton.jit
+def flat_rows(order_ptr, begin, steps, valid, n_seed):
+    """Folded rows in the query tensor's own order, int64, of positions in a segment.
+
+    Args:
+        order_ptr: rows by position, or None where they are the same.
+        begin: the segment's first position.
+        steps: [rows] int32, folded rows counted from there.
+        valid: [rows]; the others give 0.
+        n_seed: folded rows a row.
+    """
+    if order_ptr is None:
+        flat = tl.where(valid, begin.to(tl.int64) * n_seed + steps, 0)
+    else:
+        rows = rows_at(order_ptr, begin + steps // n_seed, valid)
+        flat = rows * n_seed + tl.where(valid, steps % n_seed, 0)
+    return flat
+
+
+@triton.jit
+def flat_offsets(flat, n_seed, row_stride, seed_stride, FOLDED: tl.constexpr):
+    """Where folded rows lie in a tensor [rows, n_seed, ...]; FOLDED: one stride does."""
+    if FOLDED:
+        offsets = flat * seed_stride
+    else:
+        offsets = (flat // n_seed) * row_stride + (flat % n_seed) * seed_stride
+    return offsets
 
 
 @triton.jit
@@ -91,6 +148,25 @@ def load_rows(ptr, stride, at, valid, WIDTH: tl.constexpr, PADDED: tl.constexpr)
 
 
 @triton.jit
+def load_queries(
+    q_ptr,
+    flat,
+    valid,
+    n_seed,
+    q_row,
+    q_seed,
+    NEGATIVE: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+):
+    """[M, DP] queries of folded rows, with their sign changed if NEGATIVE."""
+    q = load_rows(q_ptr, 1, flat_offsets(flat, n_seed, q_row, q_seed, False), valid, D, DP)
+    if NEGATIVE:
+        q = -q
+    return q
+
+
+@triton.jit
 def store_rows(ptr, stride, at, valid, x, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     """Writes where `load_rows` reads, in the pointer's dtype."""
     columns = tl.arange(0, PADDED)
@@ -102,61 +178,228 @@ def store_rows(ptr, stride, at, valid, x, WIDTH: tl.constexpr, PADDED: tl.conste
 
 
 @triton.jit
-def flat_rows(order_ptr, begin, steps, valid, n_seed):
-    """Folded rows in the query tensor's own order, int64, of positions in a segment.
-
-    Args:
-        order_ptr: rows by position, or None where they are the same.
-        begin: the segment's first position.
-        steps: [rows] int32, folded rows counted from there.
-        valid: [rows]; others give row 0's.
-        n_seed: folded rows a row.
-    """
-    if order_ptr is None:
-        flat = tl.where(valid, begin.to(tl.int64) * n_seed + steps, 0)
-    else:
-        rows = rows_at(order_ptr, begin + steps // n_seed, valid)
-        flat = rows * n_seed + tl.where(valid, steps % n_seed, 0)
-    return flat
+def key_bias(memory, start, head, steps, valid):
+    """[keys] float32 in units of log2: a memory's bias of keys that one row owns; None without."""
+    bias = None
+    if memory[2] is not None:
+        ptrs = memory[2] + (start + steps) * memory[13] + head * memory[14]
+        if valid is None:
+            bias = tl.load(ptrs).to(tl.float32) * LOG2E
+        else:
+            bias = tl.load(ptrs, mask=valid, other=0.0).to(tl.float32) * LOG2E
+    return bias
 
 
 @triton.jit
-def flat_offsets(flat, n_seed, row_stride, seed_stride, FOLDED: tl.constexpr):
-    """Where folded rows lie in a tensor [rows, n_seed, ...]; FOLDED: one stride does."""
-    if FOLDED:
-        offsets = flat * seed_stride
-    else:
-        offsets = (flat // n_seed) * row_stride + (flat % n_seed) * seed_stride
-    return offsets
+def seen_keys(memory, start, steps, valid):
+    """`valid` [keys] without the keys that a memory's mask leaves out."""
+    if memory[3] is not None:
+        if valid is None:
+            valid = tl.load(memory[3] + start + steps) != 0
+        else:
+            valid = tl.load(memory[3] + start + steps, mask=valid, other=0) != 0
+    return valid
 
 
 @triton.jit
-def first_state(M: tl.constexpr, W: tl.constexpr):
-    """The softmax over nothing: maximum, sum and weighted sum of values."""
+def first_state(M: tl.constexpr, DVP: tl.constexpr):
+    """The softmax over nothing."""
     peak = tl.full((M,), NOTHING, tl.float32)
-    return peak, tl.zeros((M,), tl.float32), tl.zeros((M, W), tl.float32)
+    return peak, tl.zeros((M,), tl.float32), tl.zeros((M, DVP), tl.float32)
 
 
 @triton.jit
-def merge_states(peak_a, sum_a, acc_a, peak_b, sum_b, acc_b):
-    """The softmax over two sets of keys, `a` the earlier; twice nothing is nothing.
+def load_state(part_ptr, part_lse_ptr, at, valid, DV: tl.constexpr, DVP: tl.constexpr):
+    """A finished result as a state: its log-sum-exp (in units of log2) as maximum, and sum 1."""
+    peak = tl.load(part_lse_ptr + at, mask=valid, other=NOTHING)
+    total = tl.where(peak == NOTHING, 0.0, 1.0)
+    return peak, total, load_rows(part_ptr, DV, at, valid, DV, DVP)
+
+
+@triton.jit
+def merge_states(a, b):
+    """The softmax over two sets of keys; twice nothing is nothing.
 
     Written so that every compiler rounds alike: no product here can be fused with another sum.
     """
+    peak_a, total_a, acc_a = a
+    peak_b, total_b, acc_b = b
     peak = tl.maximum(peak_a, peak_b)
     finite = tl.where(peak == NOTHING, 0.0, peak)
     weight_a = tl.exp2(peak_a - finite)
     weight_b = tl.exp2(peak_b - finite)
-    total = tl.fma(sum_b, weight_b, sum_a * weight_a)
-    acc_a = acc_a * weight_a[:, None]
-    acc = tl.fma(acc_b, tl.broadcast_to(weight_b[:, None], acc_b.shape), acc_a)
-    return peak, total, acc
+    total = tl.fma(total_b, weight_b, total_a * weight_a)
+    spread_b = tl.broadcast_to(weight_b[:, None], acc_b.shape)
+    return peak, total, tl.fma(acc_b, spread_b, acc_a * weight_a[:, None])
 
 
 @triton.jit
-def finish(peak, total, acc):
-    """Output and log-sum-exp (natural) of a state; over nothing 0 and -inf."""
+def finish(state):
+    """Output, and log-sum-exp as a natural logarithm; over nothing 0 and -inf."""
+    peak, total, acc = state
     empty = total == 0.0
-    inverse = 1.0 / tl.where(empty, 1.0, total)
-    lse = tl.where(empty, NOTHING, (peak + tl.log2(tl.where(empty, 1.0, total))) * LN2)
-    return acc * inverse[:, None], lse
+    total = tl.where(empty, 1.0, total)
+    lse = tl.where(empty, NOTHING, (peak + tl.log2(total)) * LN2)
+    return acc * (1.0 / total)[:, None], lse
+
+
+@triton.jit
+def store_result(
+    o_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    at,
+    valid,
+    state,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    LAST: tl.constexpr,
+):
+    """Writes what a state comes to, to o and lse, or for a later launch to the float32 `part`."""
+    o, lse = finish(state)
+    if LAST:
+        store_rows(o_ptr, DV, at, valid, o, DV, DVP)
+        tl.store(lse_ptr + at, lse, mask=valid)
+    else:
+        store_rows(part_ptr, DV, at, valid, o, DV, DVP)
+        tl.store(part_lse_ptr + at, lse * LOG2E, mask=valid)
+
+
+@triton.jit
+def store_nothing(
+    o_ptr,
+    lse_ptr,
+    begin,
+    first,
+    end,
+    n_seed,
+    heads,
+    head,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    M: tl.constexpr,
+):
+    """Zeros for dead rows, which lie last whatever the order."""
+    steps = first + tl.arange(0, M)
+    valid = steps < end
+    at = flat_rows(None, begin, steps, valid, n_seed) * heads + head
+    store_rows(o_ptr, DV, at, valid, tl.zeros((M, DVP), tl.float32), DV, DVP)
+    tl.store(lse_ptr + at, tl.zeros((M,), tl.float32), mask=valid)
+
+
+@triton.jit
+def step(q, k, v, state, scale2, bias, valid, PRECISION: tl.constexpr):
+    """One block of keys into a softmax state.
+
+    Args:
+        q: [M, DP].
+        k: [N, DP].
+        v: [N, DVP].
+        state: see the module.
+        scale2: factor of the scores, not negative.
+        bias: [N], or None.
+        valid: which scores count, [1 or M, N], or None: all.
+        PRECISION: of float32 products.
+    """
+    peak, total, acc = state
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if bias is None and valid is None:
+        shift = tl.maximum(peak, tl.max(scores, 1) * scale2)
+        peak_now = shift
+        p = tl.exp2(scores * scale2 - shift[:, None])
+    else:
+        scores = scores * scale2
+        if bias is not None:
+            scores += bias[None, :]
+        if valid is not None:
+            scores = tl.where(valid, scores, NOTHING)
+        peak_now = tl.maximum(peak, tl.max(scores, 1))
+        # There may be no score at all.
+        shift = tl.where(peak_now == NOTHING, 0.0, peak_now)
+        p = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(peak - shift)
+    total = total * decay + tl.sum(p, 1)
+    acc = acc * decay[:, None]
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return peak_now, total, acc
+
+
+@triton.jit
+def attend(
+    q,
+    state,
+    memory,
+    k_desc,
+    v_desc,
+    k_ptr,
+    v_ptr,
+    start,
+    head,
+    kv_head,
+    low,
+    high,
+    scale2,
+    limit,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    DP: tl.constexpr,
+    DVP: tl.constexpr,
+    N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The keys `low ... high - 1` of one row of a memory into a softmax state.
+
+    Blocks of which every score counts come first, without a mask and with loads in flight.
+
+    Args:
+        q: [M, DP].
+        state: see the module.
+        memory: likewise.
+        k_desc, v_desc: descriptors of k and v as [entries, columns] with boxes [N, DP] and
+            [N, DVP], or None.
+        k_ptr, v_ptr, start: from `locate`.
+        head, kv_head: of the queries and of the keys.
+        low, high: which keys.
+        scale2: see `step`.
+        limit: [M], the last key that each query row attends to, or None: all of them.
+        D, DV, DP, DVP: widths of keys and values, and powers of two that hold them.
+        N: keys a block.
+        PRECISION: of float32 products.
+        STAGES: blocks in flight.
+    """
+    full = high
+    if limit is not None:
+        full = tl.minimum(tl.min(limit) + 1, high)
+        high = tl.minimum(tl.max(limit) + 1, high)
+    full = low + tl.maximum(full - low, 0) // N * N
+    for at in tl.range(low, full, N, num_stages=STAGES):
+        steps = at + tl.arange(0, N)
+        bias = key_bias(memory, start, head, steps, None)
+        if memory[3] is not None:
+            seen = seen_keys(memory, start, steps, None)
+            k = load_rows(k_ptr, memory[8], steps, seen, D, DP)
+            v = load_rows(v_ptr, memory[11], steps, seen, DV, DVP)
+            state = step(q, k, v, state, scale2, bias, seen[None, :], PRECISION)
+        else:
+            if k_desc is None:
+                k = load_rows(k_ptr, memory[8], steps, None, D, DP)
+            else:
+                k = k_desc.load([(start + at).to(tl.int32), kv_head * memory[9]])
+            if v_desc is None:
+                v = load_rows(v_ptr, memory[11], steps, None, DV, DVP)
+            else:
+                v = v_desc.load([(start + at).to(tl.int32), kv_head * memory[12]])
+            state = step(q, k, v, state, scale2, bias, None, PRECISION)
+    for at in tl.range(full, high, N, num_stages=1):
+        steps = at + tl.arange(0, N)
+        seen = seen_keys(memory, start, steps, steps < high)
+        bias = key_bias(memory, start, head, steps, seen)
+        k = load_rows(k_ptr, memory[8], steps, seen, D, DP)
+        v = load_rows(v_ptr, memory[11], steps, seen, DV, DVP)
+        valid = seen[None, :]
+        if limit is not None:
+            valid = valid & (steps[None, :] <= limit[:, None])
+        state = step(q, k, v, state, scale2, bias, valid, PRECISION)
+    return state

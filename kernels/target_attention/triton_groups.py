@@ -1,0 +1,167 @@
+"""How the memories of a call become launches and kernel arguments, decided from shapes alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ikbo_tree.kernels.common.gemm_forms import power_of_two
+from ikbo_tree.kernels.common.triton_tiles import tile_count
+from ikbo_tree.kernels.target_attention.config import FUSED_SEEDS
+from ikbo_tree.kernels.target_attention.memories import Memory
+
+MOST = 4
+"""Memories that a launch can take."""
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device; a few for the CPU, where kernels are only tested."""
+    if device.type != "cuda":
+        return 4
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+@dataclass(frozen=True)
+class Group:
+    """Memories that one launch takes, and the tiles of query rows that it works in.
+
+    Attributes:
+        members: their positions in the call's list.
+        memories: the memories.
+        tiles: the one whose segments are cut into tiles: the one with the most rows.
+        runs: some have other segments than that one, so that a tile may have several rows of them.
+    """
+
+    members: tuple[int, ...]
+    memories: tuple[Memory, ...]
+    tiles: Memory
+    runs: bool
+
+    def segments(self, rows: int) -> int:
+        """How many segments are cut into tiles."""
+        offsets = self.tiles.offsets
+        return rows if offsets is None else offsets.shape[0] - 1
+
+    def tile_count(self, rows: int, n_seed: int, size: int) -> int:
+        """Tiles of `size` folded rows that there may be."""
+        if self.tiles.offsets is None:
+            return rows * -(-n_seed // size)
+        return tile_count(rows, self.segments(rows), n_seed, size)
+
+    def arguments(self, heads: int) -> tuple[tuple[Any, ...], ...]:
+        """The memories as kernels take them: see triton_device."""
+        return tuple(
+            arguments(memory, heads, _route(memory) == _route(self.tiles))
+            for memory in self.memories
+        )
+
+    def sizes(self) -> tuple[int, ...]:
+        """What goes beside them."""
+        sizes = [memory.k.shape[0 if memory.packed else 1] for memory in self.memories]
+        return (*sizes, *[0] * (MOST - len(sizes)))
+
+
+def groups(memories: Sequence[Memory], n_seed: int) -> list[Group]:
+    """The launches of a call, in order.
+
+    Levels of a sorted tree share one, since each row's ancestors are constant in a run of rows.
+    What is reached through an order (tables, unsorted trees) has runs of its own.
+    """
+    found: dict[Any, list[int]] = {}
+    for i, memory in enumerate(memories):
+        fused = memory.order is None and n_seed >= FUSED_SEEDS
+        found.setdefault("sorted" if fused else _route(memory), []).append(i)
+    return [
+        _group(members[at : at + MOST], memories)
+        for members in found.values()
+        for at in range(0, len(members), MOST)
+    ]
+
+
+def single(memory: Memory, at: int = 0) -> Group:
+    """A launch for one memory."""
+    return Group((at,), (memory,), memory, False)
+
+
+def _group(members: list[int], memories: Sequence[Memory]) -> Group:
+    chosen = tuple(memories[i] for i in members)
+    tiles = max(chosen, key=_segments)
+    runs = any(_route(memory) != _route(tiles) for memory in chosen)
+    return Group(tuple(members), chosen, tiles, runs)
+
+
+def _segments(memory: Memory) -> float:
+    return float("inf") if memory.offsets is None else memory.offsets.shape[0]
+
+
+def _route(memory: Memory) -> tuple[int, int] | None:
+    if memory.offsets is None:
+        return None
+    return memory.offsets.data_ptr(), 0 if memory.order is None else memory.order.data_ptr()
+
+
+def arguments(memory: Memory, heads: int, at_tile: bool) -> tuple[Any, ...]:
+    """One memory as kernels take it.
+
+    Args:
+        memory: the memory.
+        heads: of the queries.
+        at_tile: its row is the segment that a tile belongs to.
+    """
+    k, v, bias, mask = dense(memory.k), dense(memory.v), memory.bias, memory.mask
+    if bias is not None:
+        bias = bias.contiguous()
+    return (
+        k,
+        v,
+        bias,
+        None if mask is None else mask.contiguous(),
+        None if memory.extent is None else memory.extent.contiguous(),
+        None if at_tile else memory.index,
+        None if at_tile else memory.offsets,
+        *_strides(k),
+        *_strides(v),
+        heads if memory.bias_has_heads else 1,
+        1 if memory.bias_has_heads else 0,
+        heads // k.shape[-2],
+    )
+
+
+def _strides(x: Tensor) -> tuple[int | None, int, int]:
+    """Of rows (None if packed), keys and heads."""
+    return (None if x.dim() == 3 else x.stride(0), x.stride(-3), x.stride(-2))
+
+
+def dense(x: Tensor) -> Tensor:
+    """`x` with neighbouring elements in its last dim; itself where it has."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor | None:
+    """Keys or values [..., heads, width] as [entries, columns] with a box of `rows` of one head.
+
+    Returns:
+        None where TMA cannot: strides that do not join or are no multiple of 16 bytes, a width that
+        is no power of two.
+    """
+    pitch, head = x.stride(-3), x.stride(-2)
+    unit = 16 // x.element_size()
+    if x.dim() == 4 and x.shape[0] > 1 and x.stride(0) != x.shape[1] * pitch:
+        return None
+    if width != power_of_two(width) or width < unit or x.data_ptr() % 16:
+        return None
+    entries = x.numel() // max(1, x.shape[-1] * x.shape[-2])
+    if pitch % unit or head % unit or not 0 < entries < 2**31:
+        return None
+    columns = (x.shape[-2] - 1) * head + width
+    if pitch < columns:
+        return None
+    return TensorDescriptor(x, [entries, columns], [pitch, 1], [rows, width])

@@ -6,7 +6,12 @@ from torch import Tensor
 
 from ikbo_tree.kernels.common import dispatch, stages
 
-IMPLEMENTATIONS = dispatch.Implementations("linear", __package__)
+IMPLEMENTATIONS = dispatch.Implementations(
+    "linear",
+    __package__,
+    {"reference": "reference", "torch": "torch_impl", "triton": "triton_kernel"},
+    {"cuda": ("triton", "torch"), "default": ("torch",)},
+)
 
 
 def out_shape(x: Tensor, weight: Tensor) -> tuple[int, ...]:

@@ -1,0 +1,257 @@
+"""The matrix product of a stage, which gathers what other stages hand to it.
+
+    out[b, m, n] = sum over k of A[m, k] * B[b, k, n] + sum over producers of P[index[b], m, n]
+    out[m, n]    = sum over k of A[m, k] * B[k, n]    + sum of P[index[m], n] + bias[n]
+
+The rows of a tree are the batch b in the first form (`linear_compression`), the rows m of one
+product in the second (`linear`). Programs that share a tile of B run next to each other: the row
+tiles of one batch entry, so that its B is read from memory once, while A stays in the L2 cache.
+
+The sum over k has one order whatever the batch, so a row has the same bits in any (contract 4).
+"""
+
+# Tuples grow in kernels.
+# mypy: disable-error-code="no-untyped-def, assignment"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ikbo_tree.kernels.common.triton_lib import live_rows
+from ikbo_tree.kernels.common.triton_pieces import pieces_of
+
+
+@triton.jit(
+    do_not_specialize=["rows"],
+    do_not_specialize_on_alignment=["indexes", "live_ptr"],
+)
+def gemm_kernel(
+    a,
+    a_last,
+    b,
+    out_ptr,
+    bias_ptr,
+    partials,
+    indexes,
+    live_ptr,
+    rows,
+    sizes,
+    a_strides,
+    b_strides,
+    FORM: tl.constexpr,
+):
+    """One tile of the product; grid (batch * row tiles * column tiles,), columns fastest.
+
+    Args:
+        a: A [pieces, M, K], or [pieces, K, M] where transposed: pointer or descriptor.
+        a_last: a descriptor of A with tiles of FORM.last_rows; None without descriptors, or where
+            all tiles have as many rows.
+        b: B [pieces * batch, K, N], or [.., N, K] where transposed: pointer or descriptor.
+        out_ptr: [batch, M, N], contiguous.
+        bias_ptr: [N], or None.
+        partials: tuple of P [.., M, N] or [.., N], contiguous.
+        indexes: for each of them [rows] int32.
+        live_ptr: live count of rows [1] int32; None: all are.
+        rows: allocated rows.
+        sizes: (M, N, K); where the rows lie along m, M is not looked at.
+        a_strides: A's (piece, outer, contiguous extent) divided by FORM.a.unit.
+        b_strides: B's (piece, batch, outer, contiguous extent) divided by FORM.b.unit.
+        FORM: `gemm_forms.Form`.
+    """
+    M, N, K = sizes
+    if FORM.rows_along == "m":
+        M = rows
+    tiles_n = tl.cdiv(N, FORM.tile.BN)
+    tiles_m = tl.cdiv(M, FORM.tile.BM)
+    program = tl.program_id(0)
+    n0 = (program % tiles_n) * FORM.tile.BN
+    m0 = (program // tiles_n) % tiles_m * FORM.tile.BM
+    batch = program // (tiles_n * tiles_m)
+    args = (out_ptr, bias_ptr, partials, indexes)
+    place = (batch, m0, n0, live_rows(live_ptr, rows), rows)
+    sizes = (M, N, K)
+    if FORM.last_rows == FORM.tile.BM or M - m0 > FORM.last_rows:
+        _tile(a, b, args, place, sizes, a_strides, b_strides, FORM, FORM.tile.BM)
+    else:
+        _tile(a_last, b, args, place, sizes, a_strides, b_strides, FORM, FORM.last_rows)
+
+
+@triton.jit
+def _tile(a, b, args, place, sizes, a_strides, b_strides, FORM: tl.constexpr, BM: tl.constexpr):
+    batch, m0, _, live, _ = place
+    first = m0 if FORM.rows_along == "m" else batch
+    if first < live:
+        out_ptr, bias_ptr, partials, indexes = args
+        # Asked for ahead of the product, so that nothing waits for it behind.
+        parents = _parents(indexes, place, FORM, BM)
+        acc = _multiply(a, b, place, sizes, a_strides, b_strides, FORM, BM)
+        gathered = (out_ptr, bias_ptr, partials, parents)
+        _finish(acc, gathered, place, sizes, FORM, BM, FORM.tile.BN, FORM.tile.parts)
+    elif FORM.zero_dead:
+        BN: tl.constexpr = FORM.tile.BN
+        _store(tl.zeros((BM, BN), tl.float32), args[0], place, sizes, FORM, BM, BN)
+
+
+@triton.jit
+def _parents(indexes, place, FORM: tl.constexpr, BM: tl.constexpr):
+    """Tuple of the rows of the partials, int64: [BM], or one for the whole tile."""
+    batch, m0, _, live, _ = place
+    parents = ()
+    for i in tl.static_range(len(indexes)):
+        if FORM.rows_along == "m":
+            offs_m = m0 + tl.arange(0, BM)
+            found = tl.load(indexes[i] + offs_m, mask=offs_m < live, other=0)
+        else:
+            found = tl.load(indexes[i] + batch)
+        parents = (*parents, found.to(tl.int64))
+    return parents
+
+
+@triton.jit
+def _multiply(a, b, place, sizes, a_strides, b_strides, FORM: tl.constexpr, BM: tl.constexpr):
+    batch, m0, n0, _, rows = place
+    M, N, K = sizes
+    BN: tl.constexpr = FORM.tile.BN
+    BK: tl.constexpr = FORM.tile.BK
+    batches = 1 if FORM.rows_along == "m" else rows
+    steps = tl.cdiv(K, BK)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for step in range(steps * FORM.products):
+        a_piece, b_piece = pieces_of(step // steps, FORM.a.pieces, FORM.b.pieces)
+        k0 = step % steps * BK
+        if FORM.a.descriptor:
+            x = load_described(a, a_piece, m0, k0, BM, BK, FORM.a.transposed)
+        else:
+            base = strided(a_piece, a_strides[0], FORM.a.unit)
+            x = load_strided(
+                a + base, m0, k0, M, K, a_strides[1], a_strides[2], BM, BK, FORM.a.unit,
+                FORM.a.transposed,
+            )  # fmt: skip
+        if FORM.b.descriptor:
+            y = load_described(b, b_piece * batches + batch, k0, n0, BK, BN, FORM.b.transposed)
+        else:
+            base = strided(b_piece, b_strides[0], FORM.b.unit)
+            base += strided(batch, b_strides[1], FORM.b.unit)
+            y = load_strided(
+                b + base, k0, n0, K, N, b_strides[2], b_strides[3], BK, BN, FORM.b.unit,
+                FORM.b.transposed,
+            )  # fmt: skip
+        acc = tl.dot(x, y, acc, input_precision=FORM.precision)
+    return acc
+
+
+@triton.jit
+def strided(at, stride, UNIT: tl.constexpr):
+    """`at * stride * UNIT` in int64."""
+    return tl.cast(at, tl.int64) * stride * UNIT
+
+
+@triton.jit
+def load_described(
+    descriptor, entry, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, T: tl.constexpr
+):
+    """A tile [ROWS, COLUMNS] of one entry of a descriptor of rank 3; T: stored [COLUMNS, ROWS].
+
+    What lies outside of the entry is zero, never a neighbour's.
+    """
+    if T:
+        return descriptor.load([entry, column, row]).reshape(COLUMNS, ROWS).trans()
+    return descriptor.load([entry, row, column]).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def load_strided(
+    base,
+    row,
+    column,
+    rows,
+    columns,
+    outer,
+    extent,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNIT: tl.constexpr,
+    T: tl.constexpr,
+):
+    """A tile [ROWS, COLUMNS] at a pointer; T: stored [COLUMNS, ROWS]; zero outside.
+
+    Args:
+        base: pointer to the whole matrix.
+        row: first row.
+        column: first column.
+        rows: rows of the matrix.
+        columns: its columns.
+        ROWS: rows of the tile.
+        COLUMNS: its columns.
+        T: whether rows are the contiguous dimension.
+        outer: the stride that is not 1, divided by UNIT.
+        extent: how many elements may be read along the contiguous dimension, at least its size,
+            divided by UNIT.
+        UNIT: see `gemm_forms.Operand`.
+    """
+    offs_row = row + tl.arange(0, ROWS)
+    offs_column = column + tl.arange(0, COLUMNS)
+    if T:
+        at = offs_row[:, None] + (offs_column.to(tl.int64) * outer * UNIT)[None, :]
+        mask = (offs_row < extent * UNIT)[:, None] & (offs_column < columns)[None, :]
+    else:
+        at = (offs_row.to(tl.int64) * outer * UNIT)[:, None] + offs_column[None, :]
+        mask = (offs_row < rows)[:, None] & (offs_column < extent * UNIT)[None, :]
+    return tl.load(base + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _finish(
+    acc, args, place, sizes, FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Adds bias and partials and stores, one group of columns after the other."""
+    if PARTS == 1:
+        out_ptr, bias_ptr, partials, parents = args
+        acc = _add(acc, bias_ptr, partials, parents, place, sizes, FORM, BM, BN)
+        _store(acc, out_ptr, place, sizes, FORM, BM, BN)
+    else:
+        left, right = acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+        batch, m0, n0, live, rows = place
+        beside = (batch, m0, n0 + BN // 2, live, rows)
+        _finish(left, args, place, sizes, FORM, BM, BN // 2, PARTS // 2)
+        _finish(right, args, beside, sizes, FORM, BM, BN // 2, PARTS // 2)
+
+
+@triton.jit
+def _add(
+    acc, bias_ptr, partials, parents, place, sizes, FORM: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    _, m0, n0, live, _ = place
+    M, N, _ = sizes
+    offs_m = m0 + tl.arange(0, BM)
+    offs_n = n0 + tl.arange(0, BN)
+    inside = (offs_n < N)[None, :]
+    if FORM.rows_along == "m":
+        inside = (offs_m < live)[:, None] & inside
+    else:
+        inside = (offs_m < M)[:, None] & inside
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+    for i in tl.static_range(len(partials)):
+        if FORM.rows_along == "m":
+            at = (parents[i] * N)[:, None] + offs_n[None, :]
+        else:
+            at = parents[i] * M * N + (offs_m * N)[:, None] + offs_n[None, :]
+        acc += tl.load(partials[i] + at, mask=inside, other=0.0).to(tl.float32)
+    return acc
+
+
+@triton.jit
+def _store(acc, out_ptr, place, sizes, FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    batch, m0, n0, live, _ = place
+    M, N, _ = sizes
+    offs_m = m0 + tl.arange(0, BM)
+    offs_n = n0 + tl.arange(0, BN)
+    if FORM.rows_along == "m" and FORM.zero_dead:
+        acc = tl.where((offs_m < live)[:, None], acc, 0.0)
+    at = tl.cast(batch, tl.int64) * M * N + (offs_m.to(tl.int64) * N)[:, None] + offs_n[None, :]
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,135 @@
+"""From tensors of any strides to what matrix kernels take: descriptors, or pointers and strides.
+
+Descriptors (the tensor memory accelerator of Hopper and later) want 16-byte aligned rows. Weights,
+small and read by every program, are copied to such rows where they have none: a column count that
+is no multiple of 8 is usual for them. Nothing else is copied, unless no dimension is contiguous.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ikbo_tree.kernels.common.gemm_forms import Operand
+from ikbo_tree.kernels.common.triton_lib import alignment
+
+_ROW_BYTES = 16
+_STRIDE_LIMIT = 2**40
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Matrices [rows, columns] of one operand, stacked by piece and batch.
+
+    Attributes:
+        data: [pieces, batch, rows, columns], one of the last two dimensions contiguous.
+        form: what the kernel is compiled for.
+        extent: elements that may be read along the contiguous dimension.
+    """
+
+    data: Tensor
+    form: Operand
+    extent: int
+
+    @property
+    def _outer(self) -> int:
+        return self.data.stride(3 if self.form.transposed else 2)
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Piece, batch and outer stride and the extent, divided by the form's unit."""
+        if self.form.descriptor:
+            return 0, 0, 0, 0
+        unit = self.form.unit
+        piece, batch = self.data.stride()[:2]
+        return piece // unit, batch // unit, self._outer // unit, self.extent // unit
+
+    def argument(self, rows: int, columns: int) -> Any:
+        """The pointer, or a descriptor for tiles of that size."""
+        if not self.form.descriptor:
+            return self.data
+        pieces, batch, height, width = self.data.shape
+        if self.form.transposed:
+            height, width, rows, columns = width, height, columns, rows
+        strides = [self.data.stride(1), self._outer, 1]
+        return TensorDescriptor(
+            self.data, [pieces * batch, height, width], strides, [1, rows, columns]
+        )
+
+
+def matrices(data: Tensor, *, descriptors: bool, extent: int | None = None) -> Matrices:
+    """Describes an operand.
+
+    Args:
+        data: [pieces, batch, rows, columns], any strides.
+        descriptors: whether the kernel may take a descriptor.
+        extent: elements that may be read along the contiguous dimension, at least its size; beyond
+            the size they are zero.
+    """
+    data, transposed = _contiguous_dimension(data)
+    inner, outer = (2, 3) if transposed else (3, 2)
+    sizes = data.shape
+    extent = sizes[inner] if extent is None else extent
+    # What a dimension of one entry has for a stride is of no use to anybody.
+    steps = [data.stride(d) if sizes[d] > 1 else 0 for d in (0, 1, outer)]
+    form = Operand(sizes[0], transposed, unit=alignment(extent, *steps))
+    if descriptors and _describable(data, steps, outer):
+        form = Operand(sizes[0], transposed, descriptor=True)
+    return Matrices(data, form, extent)
+
+
+def _contiguous_dimension(data: Tensor) -> tuple[Tensor, bool]:
+    """`data`, or a copy, and whether rows are the contiguous dimension rather than columns."""
+    sizes, strides = data.shape, data.stride()
+    for dim in (3, 2):
+        if strides[dim] == 1:
+            return data, dim == 2
+    for dim in (3, 2):
+        if sizes[dim] == 1:
+            return data, dim == 2
+    return data.contiguous(), False
+
+
+def _describable(data: Tensor, steps: list[int], outer: int) -> bool:
+    if data.element_size() != 2 or data.data_ptr() % _ROW_BYTES:
+        return False
+    sizes = data.shape
+    if sizes[0] > 1 and steps[0] != sizes[1] * data.stride(1):
+        return False
+    for dim in (1, outer):
+        step = data.stride(dim) * data.element_size()
+        if step % _ROW_BYTES or not 0 < step < _STRIDE_LIMIT:
+            return False
+    return True
+
+
+def weight_matrices(weight: Tensor, *, descriptors: bool, transposed: bool) -> Matrices:
+    """A weight as operand, copied to aligned rows where it has none.
+
+    Args:
+        weight: [height, width], or [pieces, height, width].
+        descriptors: whether the kernel may take a descriptor.
+        transposed: the operand is [width, height].
+    """
+    stacked = weight if weight.dim() == 3 else weight[None]
+    extent = stacked.shape[2]
+    unit = _ROW_BYTES // stacked.element_size()
+    steps = (stacked.stride(1), stacked.stride(0) if len(stacked) > 1 else 0)
+    if stacked.stride(2) != 1 or any(step % unit for step in steps):
+        stacked, extent = _on_aligned_rows(stacked, descriptors), -(-extent // 16) * 16
+    data = stacked[:, None]
+    return matrices(data.mT if transposed else data, descriptors=descriptors, extent=extent)
+
+
+def _on_aligned_rows(weight: Tensor, descriptors: bool) -> Tensor:
+    """A copy in rows of a multiple of 16 elements, zero beyond the last where those are read."""
+    width = weight.shape[2]
+    shape = (*weight.shape[:2], -(-width // 16) * 16)
+    beyond_is_read = not descriptors or weight.element_size() != 2
+    padded = weight.new_zeros(shape) if beyond_is_read else weight.new_empty(shape)
+    aligned = padded[..., :width]
+    aligned.copy_(weight)
+    return aligned

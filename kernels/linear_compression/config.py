@@ -1,0 +1,67 @@
+"""Frozen tiles of `linear_compression`."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ikbo_tree.kernels.common.gemm_config import SMALL, Choice, Table, family
+from ikbo_tree.kernels.common.gemm_forms import Tile
+
+_HOPPER = Choice(Tile(BM=128, BN=256, BK=64, warps=8, stages=4, parts=4, short=True), True)
+_HOPPER_PARTIAL = Choice(Tile(BM=64, BN=128, BK=64, warps=4, stages=4, parts=1), True, 2)
+_AMPERE = Choice(Tile(BM=128, BN=128, BK=32, warps=4, stages=4, parts=4, short=True))
+_ADA = Choice(Tile(BM=128, BN=128, BK=32, warps=4, stages=3, parts=4, short=True))
+_AMD = Choice(Tile(BM=128, BN=128, BK=32, warps=4, stages=2, parts=4))
+_PLAIN = Choice(Tile(BM=64, BN=64, BK=32, warps=4, stages=2))
+
+TABLE: Table = {
+    "sm_90": {
+        "forward": _HOPPER,
+        "partial": _HOPPER_PARTIAL,
+        "input_gradient": _HOPPER,
+        "weight_gradient": Choice(
+            Tile(BM=128, BN=256, BK=64, warps=8, stages=4, short=True), True, 1
+        ),
+    },
+    "sm_80": {
+        "forward": _AMPERE,
+        "partial": _AMPERE,
+        "input_gradient": _AMPERE,
+        "weight_gradient": _AMPERE,
+    },
+    "sm_86": {
+        "forward": _ADA,
+        "partial": _ADA,
+        "input_gradient": _ADA,
+        "weight_gradient": _ADA,
+    },
+    "gfx": {"forward": _AMD, "partial": _AMD, "input_gradient": _AMD, "weight_gradient": _AMD},
+    "float32": {
+        "forward": _PLAIN,
+        "partial": _PLAIN,
+        "input_gradient": _PLAIN,
+        "weight_gradient": _PLAIN,
+    },
+    "interpreter": {
+        "forward": SMALL,
+        "partial": SMALL,
+        "input_gradient": SMALL,
+        "weight_gradient": SMALL,
+    },
+}
+
+
+@functools.cache
+def choose(role: str, arch: str, dtype: torch.dtype, M: int, N: int) -> Choice:
+    """The tile for a product of M rows and N columns a row of the tree.
+
+    Args:
+        role: one of `gemm_config.ROLES`.
+        arch: from `gemm_forms.architecture`.
+        dtype: of the operands.
+        M: rows of one row's result (of the whole result for `"weight_gradient"`).
+        N: its columns.
+    """
+    return TABLE[family(arch, dtype)][role].fitted(M, N)

@@ -340,10 +340,9 @@ def _add(store, suffix, mine, at, o, lse, ds, p, q, k, do, scale):
 def check(call, impl="torch", wanted=None):
     """Results and gradients against their budgets; returns how much of them was used."""
     found = results(call, impl, wanted)
-    narrow = call.q.dtype != torch.float64
     exact, sizes = expected(call)
-    near, _ = expected(call, np.float32) if narrow else (exact, None)
-    unit = torch.finfo(torch.float32 if narrow else torch.float64).eps / 2
+    near, _ = expected(call, np.float32)
+    unit = torch.finfo(torch.float32).eps / 2
     spent = {}
     for name, x in found.items():
         rounded = torch.from_numpy(exact[name] + unit * sizes[name])

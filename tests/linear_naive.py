@@ -133,19 +133,14 @@ def one_rounding(call, right):
     sizes.weight = {n: t.abs() for n, t in call.weight.items()}
     sizes.bias = None if call.bias is None else call.bias.abs()
     sizes.grad = call.grad.abs()
-    unit = torch.finfo(wide(call)).eps / 2
+    unit = torch.finfo(torch.float32).eps / 2
     return {n: torch.from_numpy(right[n] + unit * size) for n, size in exact(sizes).items()}
 
 
-def wide(call):
-    """The dtype that sums are taken in."""
-    return torch.float64 if call.grad.dtype == torch.float64 else torch.float32
-
-
 def flat(call):
-    """The same in float32 (float64 for float64): an ordinary model on broadcast inputs."""
+    """The same in float32: an ordinary model on broadcast inputs."""
     live = call.tree.rows(call.out_level)
-    leaves = {n: t.detach().to(wide(call)).requires_grad_() for n, t in call.inputs.items()}
+    leaves = {n: t.detach().to(torch.float32).requires_grad_() for n, t in call.inputs.items()}
     maps = {n: torch.from_numpy(rows) for n, rows in rows_above(call).items()}
     joined = torch.cat([leaves[f"x[{n}]"][maps[n]] for n in call.x], 1)
     weight = torch.cat([leaves[f"weight[{n}]"] for n in call.weight], 1)
@@ -153,8 +148,8 @@ def flat(call):
         out = torch.nn.functional.linear(joined, weight, leaves.get("bias"))
     else:
         out = weight @ joined
-    grads = torch.autograd.grad(out, list(leaves.values()), call.grad[:live].to(wide(call)))
-    whole = call.grad.new_zeros(call.grad.shape, dtype=wide(call))
+    grads = torch.autograd.grad(out, list(leaves.values()), call.grad[:live].to(torch.float32))
+    whole = call.grad.new_zeros(call.grad.shape, dtype=torch.float32)
     whole[:live] = out.detach()
     return {"out": whole, **dict(zip(leaves, grads, strict=True))}
 

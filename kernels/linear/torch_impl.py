@@ -21,7 +21,8 @@ class Matrices:
 
     def add(self, out: Tensor, x: Tensor, weight: Tensor, beta: int) -> None:
         """Into `out` [rows, N]."""
-        x, weight = stages_torch.operands(x, weight)
+        if out.dtype != x.dtype:
+            x, weight = stages_torch.operands(x, weight)
         if x.dtype == out.dtype:
             out.addmm_(x, weight.t(), beta=beta)
         else:

@@ -24,7 +24,8 @@ class Batches:
 
     def add(self, out: Tensor, x: Tensor, weight: Tensor, beta: int) -> None:
         """Into `out` [rows, M, N]."""
-        weight, x = stages_torch.operands(weight, x)
+        if out.dtype != x.dtype:
+            weight, x = stages_torch.operands(weight, x)
         weight = weight.expand(len(x), -1, -1)
         if x.dtype == out.dtype:
             out.baddbmm_(weight, x, beta=beta)

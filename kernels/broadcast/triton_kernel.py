@@ -18,6 +18,7 @@ from ikbo_tree.kernels.common.triton_lib import (
     alignment,
     flat_rows,
     guard,
+    launch,
     live_rows,
     parents_at,
     refused,
@@ -50,7 +51,8 @@ def forward(x: Tensor, route: Route) -> Tensor:
     align = alignment(x.stride(0))
     tile = row_tile(width, x.element_size())
     with guard(x):
-        gather_kernel[(triton.cdiv(fine, tile.rows), triton.cdiv(width, tile.columns))](
+        launch(
+            gather_kernel, (triton.cdiv(fine, tile.rows), triton.cdiv(width, tile.columns)),
             x, out.view(bits), route.index, route.live_fine, fine, x.stride(0) // align,
             ALIGN=align, WIDTH=width, R=tile.rows, C=tile.columns, num_warps=tile.num_warps,
         )  # fmt: skip

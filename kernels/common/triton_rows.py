@@ -26,8 +26,8 @@ from ikbo_tree.kernels.common.triton_folds import (
     short_segments,
     store_partial,
 )
-from ikbo_tree.kernels.common.triton_lib import alignment, flat_rows, guard, rows_at
-from ikbo_tree.kernels.common.triton_segments import COUNTS, combine
+from ikbo_tree.kernels.common.triton_lib import alignment, flat_rows, guard, launch, rows_at
+from ikbo_tree.kernels.common.triton_segments import COUNTS, combine, partial_results
 
 PLANES = {"softmax": 2, "softmax_grad": 3, "logsumexp_grad": 2, "ties": 1}
 """What can be written, and how many numbers a column its reduction over a segment has."""
@@ -294,22 +294,21 @@ def rowwise(
     tile = segment_tile(width, x.element_size())
     slots, blocks = triton.cdiv(fine, tile.short), triton.cdiv(coarse, tile.segments)
     columns = triton.cdiv(width, tile.columns)
-    several = fine > tile.piece
     planes = PLANES[op]
-    partial = x.new_empty((planes, slots, width), dtype=torch.float32) if several else None
+    partial = partial_results(x, planes, tile)
 
-    def launch(after: bool) -> None:
-        rows_kernel[(slots if after else slots + blocks, columns)](
+    def write(after: bool) -> None:
+        launch(
+            rows_kernel, (slots if after else slots + blocks, columns),
             x, g, extreme, share, y, partial, route.index, route.offsets, route.order,
             coarse, slots, fine, x.stride(0) // x_align, 0 if g is None else g.stride(0) // g_align,
-            X_ALIGN=x_align, G_ALIGN=g_align, OP=op, PLANES=planes, AFTER=after, WIDTH=width,
-            S=tile.segments, R=tile.rows, C=tile.columns, T=tile.short, P=tile.piece,
-            num_warps=tile.num_warps,
+            when=not after or partial.shape[1] > 0, X_ALIGN=x_align, G_ALIGN=g_align, OP=op,
+            PLANES=planes, AFTER=after, WIDTH=width, S=tile.segments, R=tile.rows, C=tile.columns,
+            T=tile.short, P=tile.piece, num_warps=tile.num_warps,
         )  # fmt: skip
 
     with guard(x):
-        launch(after=False)
-        if partial is not None:
-            combine(op, None, partial, route, tile)
-            launch(after=True)
+        write(after=False)
+        combine(op, None, partial, route, tile)
+        write(after=True)
     return y

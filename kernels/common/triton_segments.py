@@ -30,7 +30,7 @@ from ikbo_tree.kernels.common.triton_folds import (
     short_segments,
     store_partial,
 )
-from ikbo_tree.kernels.common.triton_lib import alignment, flat_rows, guard
+from ikbo_tree.kernels.common.triton_lib import alignment, flat_rows, guard, launch
 
 COUNTS = ["segments", "slots", "x_step", "g_step"]
 """Arguments that Triton must not compile a kernel for: their values change with every batch."""
@@ -224,28 +224,36 @@ def reduce_segments(x: Tensor, route: Route, op: str, dtype: torch.dtype) -> Ten
     slots = triton.cdiv(fine, tile.short) if fine > tile.short else 0
     grid = (slots + triton.cdiv(coarse, tile.segments), triton.cdiv(width, tile.columns))
     planes = 2 if op == "logsumexp" else 1
-    several = fine > tile.piece
-    partial = x.new_empty((planes, slots, width), dtype=torch.float32) if several else None
+    partial = partial_results(x, planes, tile)
     with guard(x):
-        reduce_kernel[grid](
+        launch(
+            reduce_kernel, grid,
             x, out, partial, route.index, route.offsets, route.order, route.live_coarse,
             coarse, slots, x.stride(0) // align,
             X_ALIGN=align, OP=op, PLANES=planes, WIDTH=width, S=tile.segments, R=tile.rows,
             C=tile.columns, T=tile.short, P=tile.piece, num_warps=tile.num_warps,
         )  # fmt: skip
-        if partial is not None:
-            combine(op, out, partial, route, tile)
+        combine(op, out, partial, route, tile)
     return out
+
+
+def partial_results(x: Tensor, planes: int, tile: SegmentTile) -> Tensor:
+    """Room for what is kept of each piece; no slot where no segment can have several pieces."""
+    rows, width = x.shape
+    slots = triton.cdiv(rows, tile.short) if rows > tile.piece else 0
+    return x.new_empty((planes, slots, width), dtype=torch.float32)
 
 
 def combine(op: str, out: Tensor | None, partial: Tensor, route: Route, tile: SegmentTile) -> None:
     """Combines the pieces of each segment of several: into `out`, or in place without it."""
     planes, slots, width = partial.shape
-    grid = (triton.cdiv(route.fine_rows, tile.piece), triton.cdiv(width, tile.columns))
-    combine_kernel[grid](
+    launch(
+        combine_kernel,
+        (triton.cdiv(route.fine_rows, tile.piece), triton.cdiv(width, tile.columns)),
         out, partial, route.index, route.offsets, route.order, route.live_coarse,
-        route.coarse_rows, slots, OP=op, PLANES=planes, WIDTH=width, R=tile.step_rows,
-        C=tile.columns, T=tile.short, P=tile.piece, num_warps=tile.num_warps,
+        route.coarse_rows, slots,
+        when=slots > 0, OP=op, PLANES=planes, WIDTH=width, R=tile.step_rows, C=tile.columns,
+        T=tile.short, P=tile.piece, num_warps=tile.num_warps,
     )  # fmt: skip
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -92,6 +97,54 @@ def compile_for(
     if target.startswith("gfx"):
         return _read_amd(built, target)
     return _read_nvidia(built, target)
+
+
+class _Absent:
+    """Stands in for the driver of a GPU that is not there."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return -1  # kernels are cached by device: none that exists
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def compile_only(target: str = "sm_90") -> Iterator[list[str]]:
+    """Inside, kernels launched on CPU tensors are compiled for `target`, and nothing runs.
+
+    This goes through Triton's own launcher, so that it sees arguments as they will be on a GPU:
+    which are specialised for, and whether another batch would compile again. Call an op's Triton
+    module itself: its `unsupported` refuses CPU tensors.
+
+    Yields:
+        A list that grows by an entry for every compilation.
+    """
+    compiled: list[str] = []
+    run = JITFunction.run
+
+    def warm(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    hook, active = knobs.runtime.jit_cache_hook, driver._active
+    driver.set_active(_Absent(TARGETS[target]))
+    knobs.runtime.jit_cache_hook = lambda **about: compiled.append(about["repr"])
+    JITFunction.run = warm
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = run
+        knobs.runtime.jit_cache_hook = hook
+        driver._active = active
 
 
 def _read_amd(built: Any, target: str) -> Compiled:

@@ -90,9 +90,15 @@ def _config(forward: Tile, chunks: Tile, queries: Tile, keys: Tile) -> Config:
 
 # By padded width (the larger of D and Dv); each serves the widths up to it.
 _HOPPER_16 = {
-    64: _config(Tile(128, 128, 8, 2, True), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-    128: _config(Tile(128, 128, 8, 2, True), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-    256: _config(Tile(64, 64, 4, 2, True), Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
+    64: _config(
+        Tile(128, 128, 8, 2, True), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)
+    ),
+    128: _config(
+        Tile(128, 128, 8, 2, True), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)
+    ),
+    256: _config(
+        Tile(64, 64, 4, 2, True), Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)
+    ),
 }
 _AMPERE_16 = {
     64: _config(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),

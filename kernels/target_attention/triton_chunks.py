@@ -119,7 +119,9 @@ def forward_chunks(
                 whole = load_state(part_ptr, part_lse_ptr, at, valid, DV, DVP)
         before = 0
         for i in tl.static_range(COUNT):
-            k_ptr, v_ptr, length, start = locate(memories[i], sizes[i], segment, head // memories[i][15])
+            k_ptr, v_ptr, length, start = locate(
+                memories[i], sizes[i], segment, head // memories[i][15]
+            )
             size = tl.where(few, CHUNK, tl.maximum(length, 1))
             chunks = tl.cdiv(length, size)
             mine = (splits + tl.program_id(1) - before % splits) % splits

@@ -101,9 +101,11 @@ def flat_rows(order_ptr, begin, steps, valid, n_seed):
         order_ptr: rows by position, or None where they are the same.
         begin: the segment's first position.
         steps: [rows] int32, folded rows counted from there.
-        valid: [rows]; the others give 0.
+        valid: [rows]; the others give 0. None: all are.
         n_seed: folded rows a row.
     """
+    if valid is None:
+        valid = steps >= 0
     if order_ptr is None:
         flat = tl.where(valid, begin.to(tl.int64) * n_seed + steps, 0)
     else:

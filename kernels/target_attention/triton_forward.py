@@ -135,7 +135,9 @@ def forward_rows(
             owner = segment
             if memories[i][5] is not None:
                 owner = tl.load(memories[i][5] + row)
-            k_ptr, v_ptr, length, start = locate(memories[i], sizes[i], owner, head // memories[i][15])
+            k_ptr, v_ptr, length, start = locate(
+                memories[i], sizes[i], owner, head // memories[i][15]
+            )
             state = attend(
                 q,
                 state,

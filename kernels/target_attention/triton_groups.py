@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ikbo_tree.kernels.common.gemm_forms import power_of_two
 from ikbo_tree.kernels.common.triton_tiles import tile_count
-from ikbo_tree.kernels.target_attention.config import FUSED_SEEDS
+from ikbo_tree.kernels.target_attention.config import FUSED_SEEDS, Tile
 from ikbo_tree.kernels.target_attention.memories import Memory
 
 MOST = 4
@@ -165,3 +165,13 @@ def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor | None:
     if pitch < columns:
         return None
     return TensorDescriptor(x, [entries, columns], [pitch, 1], [rows, width])
+
+
+def descriptors(group: Group, tile: Tile, width: int, value_width: int) -> list[Any]:
+    """Descriptors of k and v of each memory, `2 * MOST` with None for what is missing."""
+    found: list[Any] = []
+    for memory in group.memories:
+        usable = tile.descriptors and memory.mask is None
+        for x, columns in ((memory.k, width), (memory.v, value_width)):
+            found.append(descriptor(dense(x), tile.keys, columns) if usable else None)
+    return found + [None] * (2 * MOST - len(found))

@@ -7,22 +7,22 @@ row are walked in blocks counted from its first key, whatever tile it is in.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ikbo_tree.kernels.common.gemm_forms import architecture, power_of_two
-from ikbo_tree.kernels.common.triton_lib import dot_precision, guard, refused
-from ikbo_tree.kernels.target_attention.config import FUSED_SEEDS, Config, Tile, attention_config
+from ikbo_tree.kernels.common.triton_lib import guard, refused
+from ikbo_tree.kernels.target_attention.config import FUSED_SEEDS
 from ikbo_tree.kernels.target_attention.memories import Memory
+from ikbo_tree.kernels.target_attention import triton_backward
+from ikbo_tree.kernels.target_attention.triton_backward import Sizes
 from ikbo_tree.kernels.target_attention.triton_chunks import combine_chunks, forward_chunks
 from ikbo_tree.kernels.target_attention.triton_device import LOG2E
 from ikbo_tree.kernels.target_attention.triton_forward import forward_rows
 from ikbo_tree.kernels.target_attention.triton_groups import (
     Group,
     dense,
-    descriptor,
+    descriptors,
     groups,
     processors,
 )
@@ -52,34 +52,11 @@ def unsupported(
     return None
 
 
-class Sizes:
-    """What all launches of a call have in common."""
-
-    def __init__(self, q: Tensor, memories: Sequence[Memory], scale: float) -> None:
-        self.rows, self.n_seed, self.heads, self.D = q.shape
-        self.DV = memories[0].v.shape[-1]
-        self.DP, self.DVP = (max(16, power_of_two(width)) for width in (self.D, self.DV))
-        self.scale = scale
-        self.precision = dot_precision(q.dtype)
-        arch = architecture(q.device)
-        self.config: Config = attention_config(arch, q.element_size(), max(self.DP, self.DVP))
-
-    def tile_rows(self, group: Group, tile: Tile) -> int:
-        """Query rows of a tile: no more than a segment has where each row is one."""
-        if group.tiles.offsets is not None:
-            return tile.rows
-        return min(tile.rows, max(16, power_of_two(self.n_seed)))
-
-    def widths(self) -> dict[str, int]:
-        """Constants of every kernel."""
-        return {"D": self.D, "DV": self.DV, "DP": self.DP, "DVP": self.DVP}
-
-
 def forward(
     q: Tensor, memories: Sequence[Memory], live: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(o in q's dtype, lse in float32)."""
-    sizes = Sizes(q, memories, scale)
+    sizes = Sizes(q, memories[0].v.shape[-1], scale)
     o = q.new_empty((*q.shape[:-1], sizes.DV))
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if o.numel() == 0:
@@ -100,6 +77,45 @@ def forward(
     return o, lse
 
 
+def backward(
+    grad_o: Tensor,
+    grad_lse: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    memories: Sequence[Memory],
+    live: Tensor | None,
+    scale: float,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """Gradients of those of q, *k, *v, *bias that are needed, each rounded once."""
+    inputs = [q, *(m.k for m in memories), *(m.v for m in memories)]
+    inputs += [m.bias for m in memories if m.bias is not None]
+    if o.numel() == 0:
+        wanted = zip(inputs, needs, strict=True)
+        return [x.new_zeros(x.shape) for x, needed in wanted if needed]
+    count = len(memories)
+    bias_needs = iter(needs[1 + 2 * count :])
+    each = [
+        (needs[1 + i], needs[1 + count + i], m.bias is not None and next(bias_needs))
+        for i, m in enumerate(memories)
+    ]
+    sizes = Sizes(q, memories[0].v.shape[-1], scale)
+    with guard(q):
+        rows = triton_backward.Rows.of(q, grad_o, o, lse, grad_lse)
+        dq = None
+        if needs[0] or any(k or bias for k, _, bias in each):
+            dq = triton_backward.queries(rows, memories, live, sizes, needs[0])
+        found = [
+            triton_backward.keys(rows, m, live, sizes, needed)
+            if any(needed)
+            else (None, None, None)
+            for m, needed in zip(memories, each, strict=True)
+        ]
+    columns = zip(*found, strict=True)
+    return [x for x in (dq, *(x for column in columns for x in column)) if x is not None]
+
+
 def _rows(
     q: Tensor,
     results: tuple[Tensor | None, ...],
@@ -109,7 +125,7 @@ def _rows(
     flags: dict[str, bool],
 ) -> None:
     tile = sizes.config.forward
-    M = sizes.tile_rows(group, tile)
+    M = sizes.tile_rows(group, tile.rows)
     forward_rows[(group.tile_count(sizes.rows, sizes.n_seed, M) * sizes.heads,)](
         q,
         *results,
@@ -117,7 +133,7 @@ def _rows(
         group.tiles.offsets,
         live,
         group.arguments(sizes.heads),
-        *_descriptors(group, tile, sizes),
+        *descriptors(group, tile, sizes.D, sizes.DV),
         *group.sizes(),
         *q.stride()[:3],
         sizes.rows,
@@ -138,15 +154,6 @@ def _rows(
     )
 
 
-def _descriptors(group: Group, tile: Tile, sizes: Sizes) -> list[Any]:
-    found: list[Any] = []
-    for memory in group.memories:
-        usable = tile.descriptors and memory.mask is None
-        for x, width in ((memory.k, sizes.D), (memory.v, sizes.DV)):
-            found.append(descriptor(dense(x), tile.keys, width) if usable else None)
-    return found + [None] * (8 - len(found))
-
-
 def _chunks(
     q: Tensor,
     results: tuple[Tensor | None, ...],
@@ -157,7 +164,7 @@ def _chunks(
 ) -> None:
     config = sizes.config
     tile, chunk = config.chunks, config.chunk
-    M = sizes.tile_rows(group, tile)
+    M = sizes.tile_rows(group, tile.rows)
     programs = group.tile_count(sizes.rows, sizes.n_seed, M) * sizes.heads
     slots = sum(-(-size // chunk) for size in group.sizes())
     splits, states = _splits(q, programs, slots, M * (sizes.DVP + 2) * 4)
@@ -195,7 +202,14 @@ def _chunks(
     )
     if splits > 1:
         combine_chunks[(programs,)](
-            *results, states, *route, *memories, *counts, slots, num_warps=tile.num_warps, **constants
+            *results,
+            states,
+            *route,
+            *memories,
+            *counts,
+            slots,
+            num_warps=tile.num_warps,
+            **constants,
         )
 
 

@@ -1,0 +1,322 @@
+"""Launches of the backward: the queries' gradient first, which finds delta, then each memory's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ikbo_tree.kernels.common.gemm_forms import architecture, power_of_two
+from ikbo_tree.kernels.common.triton_lib import dot_precision
+from ikbo_tree.kernels.common.triton_tiles import tile_count
+from ikbo_tree.kernels.target_attention.config import Config, attention_config
+from ikbo_tree.kernels.target_attention.memories import Memory
+from ikbo_tree.kernels.target_attention.triton_groups import (
+    Group,
+    arguments,
+    dense,
+    descriptors,
+    groups,
+    processors,
+)
+from ikbo_tree.kernels.target_attention.triton_key_gradients import (
+    combine_pieces,
+    key_gradients,
+    sum_heads,
+)
+from ikbo_tree.kernels.target_attention.triton_queries import query_gradients
+
+WORKSPACE = 1 << 29
+"""Bytes of float32 sums up to which programs share an item's pieces."""
+
+
+class Sizes:
+    """What all launches of a call have in common."""
+
+    def __init__(self, q: Tensor, value_width: int, scale: float) -> None:
+        self.rows, self.n_seed, self.heads, self.D = q.shape
+        self.DV = value_width
+        self.DP, self.DVP = (max(16, power_of_two(width)) for width in (self.D, self.DV))
+        self.scale = scale
+        self.precision = dot_precision(q.dtype)
+        arch = architecture(q.device)
+        self.config: Config = attention_config(arch, q.element_size(), max(self.DP, self.DVP))
+
+    def tile_rows(self, group: Group, rows: int) -> int:
+        """Query rows of a tile: no more than a segment has where each row is one."""
+        if group.tiles.offsets is not None:
+            return rows
+        return min(rows, max(16, power_of_two(self.n_seed)))
+
+    def widths(self) -> dict[str, int]:
+        """Constants of every kernel."""
+        return {"D": self.D, "DV": self.DV, "DP": self.DP, "DVP": self.DVP}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Query rows and what their attention came to.
+
+    Attributes:
+        q: [rows, n, H, D], rows and n of one stride.
+        do: [rows, n, H, DV], gradient of o, likewise.
+        o: [rows, n, H, DV], contiguous.
+        lse: [rows, n, H], float32, contiguous.
+        dlse: likewise, gradient of it, any float dtype; or None.
+        delta: like lse, written by `queries`.
+    """
+
+    q: Tensor
+    do: Tensor
+    o: Tensor
+    lse: Tensor
+    dlse: Tensor | None
+    delta: Tensor
+
+    @staticmethod
+    def of(q: Tensor, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> Rows:
+        """From tensors of any strides."""
+        return Rows(
+            folded(q),
+            folded(do),
+            o.contiguous(),
+            lse.contiguous(),
+            None if dlse is None else dlse.contiguous(),
+            torch.empty_like(lse, memory_format=torch.contiguous_format),
+        )
+
+    def arguments(self) -> tuple[Tensor | int, ...]:
+        """As `key_gradients` takes them."""
+        q, do = self.q, self.do
+        return (
+            q,
+            _pitch(q),
+            q.stride(2),
+            do,
+            _pitch(do),
+            do.stride(2),
+            self.lse,
+            self.delta,
+        )
+
+
+def folded(x: Tensor) -> Tensor:
+    """[rows, n, H, width] whose rows and n are one dim, and whose last dim is dense."""
+    rows, n = x.shape[:2]
+    x = dense(x)
+    return x if rows == 1 or n == 1 or x.stride(0) == n * x.stride(1) else x.contiguous()
+
+
+def _pitch(x: Tensor) -> int:
+    return x.stride(0) if x.shape[1] == 1 else x.stride(1)
+
+
+def queries(
+    rows: Rows, memories: Sequence[Memory], live: Tensor | None, sizes: Sizes, needed: bool
+) -> Tensor | None:
+    """Writes `rows.delta`, and returns the gradient of q if it is needed."""
+    launches = groups(memories, sizes.n_seed)
+    exact = rows.q.element_size() < 4
+    last = len(launches) - 1
+    dq = torch.empty(rows.q.shape, dtype=rows.q.dtype, device=rows.q.device) if needed else None
+    miss = torch.empty_like(rows.delta) if exact and last else None
+    call = _QueryCall(rows, live, sizes, miss, dq)
+    if dq is not None and last == 0:
+        call(launches[0], True, False, exact, True, True)
+        return dq
+    if exact:
+        for i, group in enumerate(launches):
+            call(group, False, False, True, i == 0, i == last)
+    else:
+        call(launches[0], False, False, False, True, True)
+    if dq is not None:
+        part = torch.empty_like(dq, dtype=torch.float32) if last else None
+        call = _QueryCall(rows, live, sizes, None, dq, part)
+        for i, group in enumerate(launches):
+            call(group, True, True, False, i == 0, i == last)
+    return dq
+
+
+@dataclass(frozen=True)
+class _QueryCall:
+    rows: Rows
+    live: Tensor | None
+    sizes: Sizes
+    miss: Tensor | None
+    dq: Tensor | None
+    part: Tensor | None = None
+
+    def __call__(
+        self, group: Group, dq: bool, known: bool, exact: bool, first: bool, last: bool
+    ) -> None:
+        sizes, rows = self.sizes, self.rows
+        tile = sizes.config.queries
+        M = sizes.tile_rows(group, tile.rows)
+        query_gradients[(group.tile_count(sizes.rows, sizes.n_seed, M) * sizes.heads,)](
+            rows.q,
+            rows.do,
+            rows.o,
+            rows.lse,
+            rows.dlse,
+            rows.delta,
+            self.miss,
+            self.dq,
+            self.part,
+            group.tiles.order,
+            group.tiles.offsets,
+            self.live,
+            group.arguments(sizes.heads),
+            *descriptors(group, tile, sizes.D, sizes.DV),
+            *group.sizes(),
+            *rows.q.stride()[:3],
+            *rows.do.stride()[:3],
+            sizes.rows,
+            group.segments(sizes.rows),
+            sizes.n_seed,
+            sizes.heads,
+            sizes.scale,
+            COUNT=len(group.memories),
+            **sizes.widths(),
+            M=M,
+            N=tile.keys,
+            DQ=dq,
+            KNOWN=known,
+            EXACT=exact,
+            FIRST=first,
+            LAST=last,
+            RUNS=group.runs,
+            PRECISION=sizes.precision,
+            STAGES=tile.num_stages,
+            num_warps=tile.num_warps,
+        )
+
+
+def keys(
+    rows: Rows,
+    memory: Memory,
+    live: Tensor | None,
+    sizes: Sizes,
+    needs: tuple[bool, bool, bool],
+    own: Rows | None = None,
+    own_live: Tensor | None = None,
+    causal: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of a memory's k, v and bias, those that are needed.
+
+    Args:
+        rows: the query rows, with delta unless only v's gradient is needed.
+        memory: the memory.
+        live: [1], live query rows, or None.
+        sizes: of the call.
+        needs: which of k, v and bias.
+        own: queries of the memory's own rows, one a key: [entries, 1, H, D].
+        own_live: [1], live rows of the memory, or None.
+        causal: the own queries attend to no later key.
+    """
+    k, v, bias = memory.k, memory.v, memory.bias
+    make = torch.zeros if memory.packed else torch.empty
+    dk, dv = (
+        make(x.shape, dtype=x.dtype, device=x.device) if needed else None
+        for x, needed in zip((k, v), needs[:2], strict=True)
+    )
+    entries = k.shape[:-2].numel()
+    db = k.new_zeros((entries, sizes.heads), dtype=torch.float32) if needs[2] else None
+    if entries > 0:
+        _launch_keys(rows, memory, live, sizes, (dk, dv, db), own, own_live, causal)
+    if db is None or bias is None:
+        return dk, dv, None
+    if memory.bias_has_heads:
+        return dk, dv, db.to(bias.dtype).view(bias.shape)
+    dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+    if entries > 0:
+        sum_heads[(-(-entries // 1024),)](db, dbias, entries, sizes.heads, BLOCK=1024)
+    return dk, dv, dbias
+
+
+def _launch_keys(
+    rows: Rows,
+    memory: Memory,
+    live: Tensor | None,
+    sizes: Sizes,
+    results: tuple[Tensor | None, ...],
+    own: Rows | None,
+    own_live: Tensor | None,
+    causal: bool,
+) -> None:
+    k, config, tile = memory.k, sizes.config, sizes.config.keys
+    kv_heads = k.shape[-2]
+    if memory.packed:
+        assert memory.extent is not None
+        owners = memory.extent.shape[0] - 1
+        tiles = tile_count(k.shape[0], owners, 1, tile.keys)
+    else:
+        owners = k.shape[0]
+        tiles = owners * -(-k.shape[1] // tile.keys)
+    items = tiles * kv_heads
+    slot = tile.keys * (sizes.DP + sizes.DVP + sizes.heads // kv_heads) * 4
+    programs, splits, part = _share(k, sizes, items, slot)
+    counter = torch.zeros(1, dtype=torch.int32, device=k.device)
+    route = (memory.offsets, live, own_live)
+    size = k.shape[0 if memory.packed else 1]
+    arguments_ = (arguments(memory, sizes.heads, True), size, sizes.rows, owners, sizes.n_seed)
+    constants = {
+        **sizes.widths(),
+        "M": tile.rows,
+        "N": tile.keys,
+        "PIECE": config.piece,
+        "PIECES": config.pieces,
+        "SELF": own is not None,
+        "DK": results[0] is not None,
+        "DV_": results[1] is not None,
+        "DB": results[2] is not None,
+    }
+    key_gradients[(programs,)](
+        rows.arguments(),
+        None if own is None else own.arguments(),
+        *results,
+        part,
+        counter,
+        memory.order,
+        *route,
+        *arguments_,
+        sizes.heads,
+        kv_heads,
+        items * splits,
+        splits,
+        sizes.scale,
+        CAUSAL=causal,
+        PRECISION=sizes.precision,
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        **constants,
+    )
+    if splits > 1:
+        combine_pieces[(items,)](
+            *results,
+            part,
+            *route,
+            *arguments_,
+            sizes.heads,
+            kv_heads,
+            splits,
+            sizes.scale,
+            num_warps=tile.num_warps,
+            **constants,
+        )
+
+
+def _share(k: Tensor, sizes: Sizes, items: int, slot: int) -> tuple[int, int, Tensor]:
+    """How many programs run, how many share an item, and their room for sums.
+
+    Makes no difference to any bits.
+    """
+    running = 2 * processors(k.device)
+    splits, slots = 1, 0
+    if sizes.rows * sizes.n_seed > sizes.config.piece:
+        few = items < running and items * sizes.config.pieces * slot <= WORKSPACE
+        splits = sizes.config.pieces if few else 1
+        slots = items * splits if few else min(items, running)
+    part = torch.empty(max(1, slots * slot // 4), dtype=torch.float32, device=k.device)
+    return min(items * splits, running), splits, part

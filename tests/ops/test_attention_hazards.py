@@ -80,7 +80,16 @@ def test_all_keys_masked_or_weighed_nothing(impl):
             user = replace(user, mask=shown)
         else:
             user = replace(user, bias=torch.tensor([[-torch.inf] * 5, [0.0] * 5]))
-        call = with_grads(Call(tree, "item", queries(tree, "item"), [user]))
+        q = queries(tree, "item")
+        copies = [
+            replace(
+                user,
+                **{n: x.clone() for n in ("k", "v", "bias") if (x := getattr(user, n)) is not None},
+            )
+            for _ in range(3)
+        ]
+        check(with_grads(Call(tree, "item", q, copies)), impl)
+        call = with_grads(Call(tree, "item", q, [user]))
         check(call, impl)
         found = results(call, impl)
         assert not found["o"][:2].any()

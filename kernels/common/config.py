@@ -28,7 +28,7 @@ class SegmentTile:
     columns: int
     short: int
     piece: int
-    num_warps: int
+    num_warps: int = 4
 
     @property
     def step_rows(self) -> int:
@@ -44,39 +44,39 @@ class SegmentTile:
             raise ValueError(f"short must divide piece at least twice: {self}")
 
 
-_TILE_BYTES = 8192
-"""Loaded a step by a program: with 4 warps 64 bytes (four 16-byte accesses) a thread: eight such
-programs fit an SM and keep 64 KiB in flight, more than the 26 KiB that latency times bandwidth asks
-for on an H200."""
+def _tile_bytes(width: int, itemsize: int) -> int:
+    """Bytes that a program of four warps loads a step.
+
+    64 a thread, four 16-byte accesses: eight programs fit an SM of an H200 and keep 64 KiB in
+    flight, where latency times bandwidth asks for 26. Half of it for rows that are no multiple of
+    16 bytes, where every element takes an address of its own: else registers spill.
+    """
+    return 8192 if width * itemsize % 16 == 0 else 4096
+
 
 _COLUMN_BYTES = 256
 """Two cache lines of a row: a full line whatever the row's alignment."""
 
-_ROWS = {1: 1, 2: 2, 4: 2, 8: 4, 16: 4, 32: 4, 64: 8, 128: 8, 256: 16, 512: 16, 1024: 32}
-"""R by S * R; 32 beyond. Few enough that segments of a handful of rows leave few lanes idle, enough
-that a narrow row's run of R rows is as long as a 32-byte sector."""
+PROGRAMS = 1024
+"""That look for pieces of long segments; each takes every 1024th. One wave on 132 SMs that hold
+eight or more of them; more would only be more programs that find nothing."""
 
 
 @functools.cache
 def segment_tile(width: int, itemsize: int) -> SegmentTile:
     """The tile for rows of `width` elements of `itemsize` bytes."""
     columns = min(1 << (width - 1).bit_length(), _COLUMN_BYTES // itemsize)
-    block = _TILE_BYTES // itemsize // columns
-    rows = _ROWS.get(block, 32)
-    # 16 steps at most for a short segment, since its neighbours wait for it; 8 for a piece.
+    block = _tile_bytes(width, itemsize) // itemsize // columns
+    # R rows are a 32-byte sector at least, and few, so that tiny segments leave few lanes idle.
+    rows = min(block, max(4, 32 // (columns * itemsize)))
+    # 32 steps at most for a short segment, since its neighbours wait for it; 8 for a piece.
     return SegmentTile(
         segments=block // rows,
         rows=rows,
         columns=columns,
-        short=16 * rows,
-        piece=max(8 * block, 32 * rows),
-        num_warps=_warps(width, itemsize),
+        short=32 * rows,
+        piece=max(8 * block, 64 * rows),
     )
-
-
-def _warps(width: int, itemsize: int) -> int:
-    """Twice as many for rows that take an address an element, so that addresses fit registers."""
-    return 4 if width * itemsize % 16 == 0 else 8
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class RowTile:
 
     rows: int
     columns: int
-    num_warps: int
+    num_warps: int = 4
 
     def __post_init__(self) -> None:
         if self.rows & (self.rows - 1) or self.columns & (self.columns - 1):
@@ -102,4 +102,4 @@ class RowTile:
 def row_tile(width: int, itemsize: int) -> RowTile:
     """The tile for copying rows of `width` elements of `itemsize` bytes."""
     columns = min(1 << (width - 1).bit_length(), 1024 // itemsize)
-    return RowTile(_TILE_BYTES // itemsize // columns, columns, _warps(width, itemsize))
+    return RowTile(_tile_bytes(width, itemsize) // itemsize // columns, columns)

@@ -14,6 +14,10 @@ import triton.language as tl
 
 from ikbo_tree.kernels.common.triton_lib import rows_at
 
+LANES = tl.constexpr(32)
+"""Slots that a program looks at together. Few stand for a piece of their own, and finding that out
+takes three loads one after another: too long to give every slot a program."""
+
 
 @triton.jit
 def finite(peak):
@@ -31,7 +35,7 @@ def load_rows(ptr, rows, inside, cols, stride, other, WIDTH: tl.constexpr):
 
 @triton.jit
 def piece_of(slot, index_ptr, offsets_ptr, order_ptr, segments, T: tl.constexpr, P: tl.constexpr):
-    """The piece that sorted row `slot * T` stands for.
+    """The piece that sorted row `slot * T` stands for; of one slot, or of a tensor of them.
 
     Returns:
         Its segment, the segment's first sorted row, rows and first slot, and where the piece starts
@@ -45,6 +49,13 @@ def piece_of(slot, index_ptr, offsets_ptr, order_ptr, segments, T: tl.constexpr,
     first_slot = tl.cdiv(begin, T)
     length = tl.where(live & (length > T), length, 0)
     return segment, begin, length, first_slot, (slot - first_slot) * P
+
+
+@triton.jit
+def next_lane(wanted, after):
+    """The first lane behind `after` that is wanted; LANES if none is."""
+    lanes = tl.arange(0, LANES)
+    return tl.min(tl.where(wanted & (lanes > after), lanes, LANES), axis=0)
 
 
 @triton.jit

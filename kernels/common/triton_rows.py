@@ -16,12 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ikbo_tree.kernels.common.config import segment_tile
+from ikbo_tree.kernels.common.config import PROGRAMS, segment_tile
 from ikbo_tree.kernels.common.routes import Route
 from ikbo_tree.kernels.common.triton_folds import (
+    LANES,
     finite,
     fold,
     load_rows,
+    next_lane,
     piece_of,
     short_segments,
     store_partial,
@@ -95,11 +97,14 @@ def _write(
 
 
 @triton.jit
-def _zero_rows(y_ptr, first, last, cols, WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    for start in range(first, last, R):
+def _zero_rows(
+    y_ptr, first, rows, step, cols, WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):
+    """Zeros to R rows from `first` on, and again every `step` rows."""
+    for start in range(first, rows, step):
         row = start + tl.arange(0, R)
         to = row.to(tl.int64)[:, None] * WIDTH + cols[None, :]
-        mask = (row < last)[:, None] & (cols < WIDTH)[None, :]
+        mask = (row < rows)[:, None] & (cols < WIDTH)[None, :]
         tl.store(y_ptr + to, tl.zeros([R, C], y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -133,35 +138,31 @@ def _piece(
     segment, begin, length, first_slot, start = piece_of(
         slot, index_ptr, offsets_ptr, order_ptr, segments, T, P
     )
-    wanted = start < length
+    plane = slots.to(tl.int64) * WIDTH
+    one = tl.zeros([1], tl.int32)
+    yes = one == 0
+    first, count = one + begin + start, one + tl.minimum(length - start, P)
+    extreme = _of_segment(extreme_ptr, one + segment, yes, cols, WIDTH)
     if AFTER:
-        wanted &= length > P
-    if wanted:
-        plane = slots.to(tl.int64) * WIDTH
-        one = tl.zeros([1], tl.int32)
-        yes = one == 0
-        first, count = one + begin + start, one + tl.minimum(length - start, P)
-        extreme = _of_segment(extreme_ptr, one + segment, yes, cols, WIDTH)
-        if AFTER:
-            a = _of_segment(partial_ptr, one + first_slot, yes, cols, WIDTH)
-            b, c = a, a
-            if PLANES > 1:
-                b = _of_segment(partial_ptr + plane, one + first_slot, yes, cols, WIDTH)
-            if PLANES > 2:
-                c = _of_segment(partial_ptr + 2 * plane, one + first_slot, yes, cols, WIDTH)
-        else:
-            a, b, c = fold(
-                x_ptr, g_ptr, extreme, order_ptr, first, count, cols, x_stride, g_stride,
-                OP, PLANES, WIDTH, 1, R, C,
-            )  # fmt: skip
-        if AFTER or length <= P:
-            share = _of_segment(share_ptr, one + segment, yes, cols, WIDTH)
-            _write(
-                x_ptr, g_ptr, y_ptr, order_ptr, first, count, cols, x_stride, g_stride,
-                extreme, share, a, b, c, OP, WIDTH, 1, R, C,
-            )  # fmt: skip
-        else:
-            store_partial(partial_ptr, plane, slot, cols, a, b, c, PLANES, WIDTH)
+        a = _of_segment(partial_ptr, one + first_slot, yes, cols, WIDTH)
+        b, c = a, a
+        if PLANES > 1:
+            b = _of_segment(partial_ptr + plane, one + first_slot, yes, cols, WIDTH)
+        if PLANES > 2:
+            c = _of_segment(partial_ptr + 2 * plane, one + first_slot, yes, cols, WIDTH)
+    else:
+        a, b, c = fold(
+            x_ptr, g_ptr, extreme, order_ptr, first, count, cols, x_stride, g_stride,
+            OP, PLANES, WIDTH, 1, R, C,
+        )  # fmt: skip
+    if AFTER or length <= P:
+        share = _of_segment(share_ptr, one + segment, yes, cols, WIDTH)
+        _write(
+            x_ptr, g_ptr, y_ptr, order_ptr, first, count, cols, x_stride, g_stride,
+            extreme, share, a, b, c, OP, WIDTH, 1, R, C,
+        )  # fmt: skip
+    else:
+        store_partial(partial_ptr, plane, slot, cols, a, b, c, PLANES, WIDTH)
 
 
 @triton.jit
@@ -199,7 +200,7 @@ def _short(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=[*COUNTS, "rows"])
+@triton.jit(do_not_specialize=[*COUNTS, "rows", "g_step"])
 def rows_kernel(
     x_ptr,
     g_ptr,
@@ -212,6 +213,7 @@ def rows_kernel(
     order_ptr,
     segments,
     slots,
+    programs,
     rows,
     x_step,
     g_step,
@@ -227,7 +229,7 @@ def rows_kernel(
     T: tl.constexpr,
     P: tl.constexpr,
 ):
-    """Programs 0 .. slots - 1: pieces and dead rows; the others: blocks of short segments.
+    """Programs 0 .. programs - 1: pieces and dead rows; the others: blocks of short segments.
 
     With `AFTER` only the pieces of segments of several pieces, whose reductions are combined.
     """
@@ -235,20 +237,30 @@ def rows_kernel(
     x_stride = x_step.to(tl.int64) * X_ALIGN
     g_stride = g_step.to(tl.int64) * G_ALIGN
     program = tl.program_id(0)
-    if program < slots:
-        _piece(
-            x_ptr, g_ptr, extreme_ptr, share_ptr, y_ptr, partial_ptr, index_ptr, offsets_ptr,
-            order_ptr, segments, program, slots, cols, x_stride, g_stride,
-            OP, PLANES, AFTER, WIDTH, S * R, C, T, P,
-        )  # fmt: skip
+    if program < programs:
+        for base in range(program, slots, programs * LANES):
+            mine = base + tl.arange(0, LANES) * programs
+            _, _, length, _, start = piece_of(
+                mine, index_ptr, offsets_ptr, order_ptr, segments, T, P
+            )
+            wanted = start < length
+            if AFTER:
+                wanted &= length > P
+            lane = next_lane(wanted, -1)
+            while lane < LANES:
+                _piece(
+                    x_ptr, g_ptr, extreme_ptr, share_ptr, y_ptr, partial_ptr, index_ptr,
+                    offsets_ptr, order_ptr, segments, base + lane * programs, slots, cols,
+                    x_stride, g_stride, OP, PLANES, AFTER, WIDTH, S * R, C, T, P,
+                )  # fmt: skip
+                lane = next_lane(wanted, lane)
         if not AFTER:
-            dead = tl.maximum(program * T, tl.load(offsets_ptr + segments))
-            last = tl.minimum((program + 1) * T, rows)
-            _zero_rows(y_ptr, dead, last, cols, WIDTH, S * R, C)
+            first_dead = tl.load(offsets_ptr + segments) + program * S * R
+            _zero_rows(y_ptr, first_dead, rows, programs * S * R, cols, WIDTH, S * R, C)
     else:
         _short(
             x_ptr, g_ptr, extreme_ptr, share_ptr, y_ptr, offsets_ptr, order_ptr, segments,
-            program - slots, cols, x_stride, g_stride, OP, PLANES, WIDTH, S, R, C, T,
+            program - programs, cols, x_stride, g_stride, OP, PLANES, WIDTH, S, R, C, T,
         )  # fmt: skip
 
 
@@ -294,14 +306,15 @@ def rowwise(
     tile = segment_tile(width, x.element_size())
     slots, blocks = triton.cdiv(fine, tile.short), triton.cdiv(coarse, tile.segments)
     columns = triton.cdiv(width, tile.columns)
-    planes = PLANES[op]
+    programs, planes = min(slots, PROGRAMS), PLANES[op]
     partial = partial_results(x, planes, tile)
 
     def write(after: bool) -> None:
         launch(
-            rows_kernel, (slots if after else slots + blocks, columns),
+            rows_kernel, (programs if after else programs + blocks, columns),
             x, g, extreme, share, y, partial, route.index, route.offsets, route.order,
-            coarse, slots, fine, x.stride(0) // x_align, 0 if g is None else g.stride(0) // g_align,
+            coarse, slots, programs, fine, x.stride(0) // x_align,
+            0 if g is None else g.stride(0) // g_align,
             when=not after or partial.shape[1] > 0, X_ALIGN=x_align, G_ALIGN=g_align, OP=op,
             PLANES=planes, AFTER=after, WIDTH=width, S=tile.segments, R=tile.rows, C=tile.columns,
             T=tile.short, P=tile.piece, num_warps=tile.num_warps,

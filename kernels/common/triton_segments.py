@@ -5,8 +5,8 @@ cut into pieces of P rows from its first row on; a program reduces one piece, an
 several, a second launch combines their partial results. Pieces are numbered without any counting:
 the sorted rows 0, T, 2 T, ... that lie in a segment of more than T rows are at least as many as its
 pieces (P >= 2 T), so row k T, slot k, stands for the piece that comes as many after the first one
-as that row comes after the first such row of its segment. Slots that stand for no piece end at
-once.
+as that row comes after the first such row of its segment. Most slots stand for no piece, so that a
+program looks at many of them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,19 +20,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ikbo_tree.kernels.common.config import SegmentTile, segment_tile
+from ikbo_tree.kernels.common.config import PROGRAMS, SegmentTile, segment_tile
 from ikbo_tree.kernels.common.routes import Route
 from ikbo_tree.kernels.common.triton_folds import (
+    LANES,
     combine_pieces,
     finite,
     fold,
+    next_lane,
     piece_of,
     short_segments,
     store_partial,
 )
 from ikbo_tree.kernels.common.triton_lib import alignment, flat_rows, guard, launch
 
-COUNTS = ["segments", "slots", "x_step", "g_step"]
+COUNTS = ["segments", "slots", "programs", "x_step"]
 """Arguments that Triton must not compile a kernel for: their values change with every batch."""
 
 
@@ -87,17 +89,16 @@ def _reduce_piece(
     segment, begin, length, _, start = piece_of(
         slot, index_ptr, offsets_ptr, order_ptr, segments, T, P
     )
-    if start < length:
-        one = tl.zeros([1], tl.int32)
-        first, rows = one + begin + start, one + tl.minimum(length - start, P)
-        a, b, c = fold(
-            x_ptr, None, None, order_ptr, first, rows, cols, stride, 0, OP, PLANES, WIDTH, 1, R, C
-        )
-        if length <= P:
-            _finish(out_ptr, live_ptr, one + segment, one == 0, rows, cols, a, b, OP, WIDTH)
-        else:
-            plane = slots.to(tl.int64) * WIDTH
-            store_partial(partial_ptr, plane, slot, cols, a, b, c, PLANES, WIDTH)
+    one = tl.zeros([1], tl.int32)
+    first, rows = one + begin + start, one + tl.minimum(length - start, P)
+    a, b, c = fold(
+        x_ptr, None, None, order_ptr, first, rows, cols, stride, 0, OP, PLANES, WIDTH, 1, R, C
+    )
+    if length <= P:
+        _finish(out_ptr, live_ptr, one + segment, one == 0, rows, cols, a, b, OP, WIDTH)
+    else:
+        plane = slots.to(tl.int64) * WIDTH
+        store_partial(partial_ptr, plane, slot, cols, a, b, c, PLANES, WIDTH)
 
 
 @triton.jit
@@ -137,6 +138,7 @@ def reduce_kernel(
     live_ptr,
     segments,
     slots,
+    programs,
     x_step,
     X_ALIGN: tl.constexpr,
     OP: tl.constexpr,
@@ -148,23 +150,65 @@ def reduce_kernel(
     T: tl.constexpr,
     P: tl.constexpr,
 ):
-    """Programs 0 .. slots - 1: pieces of long segments; the others: blocks of short ones."""
+    """Programs 0 .. programs - 1: pieces of long segments; the others: blocks of short ones."""
     cols = tl.program_id(1) * C + tl.arange(0, C)
     stride = x_step.to(tl.int64) * X_ALIGN
     program = tl.program_id(0)
-    if program < slots:
-        _reduce_piece(
-            x_ptr, out_ptr, partial_ptr, index_ptr, offsets_ptr, order_ptr, live_ptr, segments,
-            program, slots, cols, stride, OP, PLANES, WIDTH, S * R, C, T, P,
-        )  # fmt: skip
+    if program < programs:
+        for base in range(program, slots, programs * LANES):
+            mine = base + tl.arange(0, LANES) * programs
+            _, _, length, _, start = piece_of(
+                mine, index_ptr, offsets_ptr, order_ptr, segments, T, P
+            )
+            lane = next_lane(start < length, -1)
+            while lane < LANES:
+                _reduce_piece(
+                    x_ptr, out_ptr, partial_ptr, index_ptr, offsets_ptr, order_ptr, live_ptr,
+                    segments, base + lane * programs, slots, cols, stride,
+                    OP, PLANES, WIDTH, S * R, C, T, P,
+                )  # fmt: skip
+                lane = next_lane(start < length, lane)
     else:
         _reduce_short(
-            x_ptr, out_ptr, offsets_ptr, order_ptr, live_ptr, segments, program - slots,
+            x_ptr, out_ptr, offsets_ptr, order_ptr, live_ptr, segments, program - programs,
             cols, stride, OP, PLANES, WIDTH, S, R, C, T,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit
+def _combine_segment(
+    out_ptr,
+    partial_ptr,
+    index_ptr,
+    offsets_ptr,
+    order_ptr,
+    live_ptr,
+    segments,
+    candidate,
+    slots,
+    cols,
+    OP: tl.constexpr,
+    PLANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    T: tl.constexpr,
+    P: tl.constexpr,
+):
+    segment, begin, length, _, _ = piece_of(
+        candidate, index_ptr, offsets_ptr, order_ptr, segments, P, P
+    )
+    plane = slots.to(tl.int64) * WIDTH
+    slot, pieces = tl.cdiv(begin, T), tl.cdiv(length, P)
+    one = tl.zeros([1], tl.int32)
+    a, b, c = combine_pieces(partial_ptr, plane, slot, pieces, cols, OP, PLANES, WIDTH, R, C)
+    if out_ptr is None:
+        store_partial(partial_ptr, plane, slot, cols, a, b, c, PLANES, WIDTH)
+    else:
+        _finish(out_ptr, live_ptr, one + segment, one == 0, one + length, cols, a, b, OP, WIDTH)
+
+
+@triton.jit(do_not_specialize=["segments", "slots", "candidates"])
 def combine_kernel(
     out_ptr,
     partial_ptr,
@@ -174,6 +218,7 @@ def combine_kernel(
     live_ptr,
     segments,
     slots,
+    candidates,
     OP: tl.constexpr,
     PLANES: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -182,23 +227,24 @@ def combine_kernel(
     T: tl.constexpr,
     P: tl.constexpr,
 ):
-    """Program k combines the pieces of the segment of several whose first sorted row jP has j = k.
+    """Combines the pieces of each segment of more than P rows.
 
+    One of the sorted rows 0, P, 2 P, ..., the candidates, is the first of them in such a segment.
     Without `out_ptr` the results take the place of the segment's first partial ones.
     """
     cols = tl.program_id(1) * C + tl.arange(0, C)
-    segment, begin, length, _, start = piece_of(
-        tl.program_id(0), index_ptr, offsets_ptr, order_ptr, segments, P, P
-    )
-    if (length > 0) & (start == 0):
-        plane = slots.to(tl.int64) * WIDTH
-        slot, pieces = tl.cdiv(begin, T), tl.cdiv(length, P)
-        one = tl.zeros([1], tl.int32)
-        a, b, c = combine_pieces(partial_ptr, plane, slot, pieces, cols, OP, PLANES, WIDTH, R, C)
-        if out_ptr is None:
-            store_partial(partial_ptr, plane, slot, cols, a, b, c, PLANES, WIDTH)
-        else:
-            _finish(out_ptr, live_ptr, one + segment, one == 0, one + length, cols, a, b, OP, WIDTH)
+    programs = tl.num_programs(0)
+    for base in range(tl.program_id(0), candidates, programs * LANES):
+        mine = base + tl.arange(0, LANES) * programs
+        _, _, length, _, start = piece_of(mine, index_ptr, offsets_ptr, order_ptr, segments, P, P)
+        wanted = (length > 0) & (start == 0)
+        lane = next_lane(wanted, -1)
+        while lane < LANES:
+            _combine_segment(
+                out_ptr, partial_ptr, index_ptr, offsets_ptr, order_ptr, live_ptr, segments,
+                base + lane * programs, slots, cols, OP, PLANES, WIDTH, R, C, T, P,
+            )  # fmt: skip
+            lane = next_lane(wanted, lane)
 
 
 def reduce_segments(x: Tensor, route: Route, op: str, dtype: torch.dtype) -> Tensor:
@@ -222,14 +268,15 @@ def reduce_segments(x: Tensor, route: Route, op: str, dtype: torch.dtype) -> Ten
     align = alignment(x.stride(0))
     # No segment is longer than what is allocated: without long ones their programs are left out.
     slots = triton.cdiv(fine, tile.short) if fine > tile.short else 0
-    grid = (slots + triton.cdiv(coarse, tile.segments), triton.cdiv(width, tile.columns))
+    programs = min(slots, PROGRAMS)
+    grid = (programs + triton.cdiv(coarse, tile.segments), triton.cdiv(width, tile.columns))
     planes = 2 if op == "logsumexp" else 1
     partial = partial_results(x, planes, tile)
     with guard(x):
         launch(
             reduce_kernel, grid,
             x, out, partial, route.index, route.offsets, route.order, route.live_coarse,
-            coarse, slots, x.stride(0) // align,
+            coarse, slots, programs, x.stride(0) // align,
             X_ALIGN=align, OP=op, PLANES=planes, WIDTH=width, S=tile.segments, R=tile.rows,
             C=tile.columns, T=tile.short, P=tile.piece, num_warps=tile.num_warps,
         )  # fmt: skip
@@ -247,11 +294,12 @@ def partial_results(x: Tensor, planes: int, tile: SegmentTile) -> Tensor:
 def combine(op: str, out: Tensor | None, partial: Tensor, route: Route, tile: SegmentTile) -> None:
     """Combines the pieces of each segment of several: into `out`, or in place without it."""
     planes, slots, width = partial.shape
+    candidates = triton.cdiv(route.fine_rows, tile.piece)
     launch(
         combine_kernel,
-        (triton.cdiv(route.fine_rows, tile.piece), triton.cdiv(width, tile.columns)),
+        (min(candidates, PROGRAMS), triton.cdiv(width, tile.columns)),
         out, partial, route.index, route.offsets, route.order, route.live_coarse,
-        route.coarse_rows, slots,
+        route.coarse_rows, slots, candidates,
         when=slots > 0, OP=op, PLANES=planes, WIDTH=width, R=tile.step_rows, C=tile.columns,
         T=tile.short, P=tile.piece, num_warps=tile.num_warps,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from ikbo_tree.kernels.common.triton_segments import combine_kernel, reduce_kern
 BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 MAPS = {"index_ptr": "*i32", "offsets_ptr": "*i32"}
 SIZES = {"segments": "i32", "slots": "i32"}
-ROUTED = {"rows": "i32", "x_step": "i32", "g_step": "i32"}
+ROUTED = {"programs": "i32", "rows": "i32", "x_step": "i32", "g_step": "i32"}
 
 REDUCE = [
     ("fp16", 64, "sum"),
@@ -34,7 +34,7 @@ def compile_reduce(target, dtype, width, op):
     pointers = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "partial_ptr": "*fp32"}
     constants = {"order_ptr": None, "live_ptr": None, "X_ALIGN": alignment(width), "OP": op}
     constants["PLANES"] = 2 if op == "logsumexp" else 1
-    signature = pointers | MAPS | SIZES | {"x_step": "i32"}
+    signature = pointers | MAPS | SIZES | {"programs": "i32", "x_step": "i32"}
     return compile_for(
         reduce_kernel, signature, constants | sizes, target, num_warps=tile.num_warps
     )
@@ -60,7 +60,7 @@ def compile_combine(target, op, planes):
     constants = {"order_ptr": None, "live_ptr": None, "OP": op, "PLANES": planes}
     constants |= sizes | {"R": tile.step_rows}
     del constants["S"]
-    signature = {"out_ptr": "*fp16", "partial_ptr": "*fp32"} | MAPS | SIZES
+    signature = {"out_ptr": "*fp16", "partial_ptr": "*fp32", "candidates": "i32"} | MAPS | SIZES
     return compile_for(combine_kernel, signature, constants, target, num_warps=tile.num_warps)
 
 

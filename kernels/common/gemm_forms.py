@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -99,30 +100,67 @@ class Operand:
     unit: int = 1
 
 
-@dataclass(frozen=True)
-class Form:
-    """All that a matrix kernel is compiled for.
+class Form(NamedTuple):
+    """All that a matrix kernel is compiled for, as plain numbers and strings.
 
     Attributes:
-        tile: tile sizes.
-        a: form of the left operand.
-        b: form of the right operand.
-        last_rows: rows of the last row tile.
+        BM: rows of a tile.
+        BN: columns of a tile.
+        BK: length of a step over the contracted dimension.
+        last: rows of the last row tile.
+        parts: groups of columns of the epilogue.
+        a_pieces: see `Operand`; so for all that follow.
+        a_transposed: of the left operand.
+        a_descriptor: of the left operand.
+        a_unit: of the left operand.
+        b_pieces: of the right operand.
+        b_transposed: of the right operand.
+        b_descriptor: of the right operand.
+        b_unit: of the right operand.
         rows_along: `"batch"`, or the dimension of the product along which the rows of the tree
             lie: `"m"`, or `"k"` where they are summed over.
         zero_dead: dead rows of the result are written, as zeros.
         precision: `input_precision` of the products.
     """
 
-    tile: Tile
-    a: Operand
-    b: Operand
-    last_rows: int
+    BM: int
+    BN: int
+    BK: int
+    last: int
+    parts: int
+    a_pieces: int
+    a_transposed: bool
+    a_descriptor: bool
+    a_unit: int
+    b_pieces: int
+    b_transposed: bool
+    b_descriptor: bool
+    b_unit: int
     rows_along: str
     zero_dead: bool
     precision: str
 
-    @property
-    def products(self) -> int:
-        """Products of pieces, see `triton_pieces`."""
-        return self.a.pieces + self.b.pieces - 1
+
+@functools.cache
+def form_of(
+    tile: Tile, a: Operand, b: Operand, last: int, rows_along: str, zero_dead: bool, precision: str
+) -> Form:
+    """A `Form` from its parts."""
+    return Form(
+        tile.BM,
+        tile.BN,
+        tile.BK,
+        last,
+        tile.parts,
+        a.pieces,
+        a.transposed,
+        a.descriptor,
+        a.unit,
+        b.pieces,
+        b.transposed,
+        b.descriptor,
+        b.unit,
+        rows_along,
+        zero_dead,
+        precision,
+    )

@@ -23,7 +23,7 @@ from ikbo_tree.kernels.common.triton_pieces import pieces_of
 
 
 @triton.jit(
-    do_not_specialize=["rows"],
+    do_not_specialize=["rows", "a_strides", "b_strides"],
     do_not_specialize_on_alignment=["indexes", "live_ptr"],
 )
 def gemm_kernel(
@@ -45,7 +45,7 @@ def gemm_kernel(
 
     Args:
         a: A [pieces, M, K], or [pieces, K, M] where transposed: pointer or descriptor.
-        a_last: a descriptor of A with tiles of FORM.last_rows; None without descriptors, or where
+        a_last: a descriptor of A with tiles of FORM.last; None without descriptors, or where
             all tiles have as many rows.
         b: B [pieces * batch, K, N], or [.., N, K] where transposed: pointer or descriptor.
         out_ptr: [batch, M, N], contiguous.
@@ -55,26 +55,30 @@ def gemm_kernel(
         live_ptr: live count of rows [1] int32; None: all are.
         rows: allocated rows.
         sizes: (M, N, K); where the rows lie along m, M is not looked at.
-        a_strides: A's (piece, outer, contiguous extent) divided by FORM.a.unit.
-        b_strides: B's (piece, batch, outer, contiguous extent) divided by FORM.b.unit.
+        a_strides: A's (piece, batch, outer, contiguous extent) divided by FORM.a_unit, the first
+            by `rows`, too, where the rows lie in A.
+        b_strides: B's, divided by FORM.b_unit, likewise.
         FORM: `gemm_forms.Form`.
     """
     M, N, K = sizes
     if FORM.rows_along == "m":
         M = rows
-    tiles_n = tl.cdiv(N, FORM.tile.BN)
-    tiles_m = tl.cdiv(M, FORM.tile.BM)
+    tiles_n = tl.cdiv(N, FORM.BN)
+    tiles_m = tl.cdiv(M, FORM.BM)
     program = tl.program_id(0)
-    n0 = (program % tiles_n) * FORM.tile.BN
-    m0 = (program // tiles_n) % tiles_m * FORM.tile.BM
+    n0 = (program % tiles_n) * FORM.BN
+    m0 = (program // tiles_n) % tiles_m * FORM.BM
     batch = program // (tiles_n * tiles_m)
     args = (out_ptr, bias_ptr, partials, indexes)
     place = (batch, m0, n0, live_rows(live_ptr, rows), rows)
     sizes = (M, N, K)
-    if FORM.last_rows == FORM.tile.BM or M - m0 > FORM.last_rows:
-        _tile(a, b, args, place, sizes, a_strides, b_strides, FORM, FORM.tile.BM)
-    else:
-        _tile(a_last, b, args, place, sizes, a_strides, b_strides, FORM, FORM.last_rows)
+    if FORM.last == FORM.BM:
+        _tile(a, b, args, place, sizes, a_strides, b_strides, FORM, FORM.BM)
+    else:  # two products in one kernel, where the condition above is known when it is compiled
+        if M - m0 > FORM.last:
+            _tile(a, b, args, place, sizes, a_strides, b_strides, FORM, FORM.BM)
+        else:
+            _tile(a_last, b, args, place, sizes, a_strides, b_strides, FORM, FORM.last)
 
 
 @triton.jit
@@ -87,9 +91,9 @@ def _tile(a, b, args, place, sizes, a_strides, b_strides, FORM: tl.constexpr, BM
         parents = _parents(indexes, place, FORM, BM)
         acc = _multiply(a, b, place, sizes, a_strides, b_strides, FORM, BM)
         gathered = (out_ptr, bias_ptr, partials, parents)
-        _finish(acc, gathered, place, sizes, FORM, BM, FORM.tile.BN, FORM.tile.parts)
+        _finish(acc, gathered, place, sizes, FORM, BM, FORM.BN, FORM.parts)
     elif FORM.zero_dead:
-        BN: tl.constexpr = FORM.tile.BN
+        BN: tl.constexpr = FORM.BN
         _store(tl.zeros((BM, BN), tl.float32), args[0], place, sizes, FORM, BM, BN)
 
 
@@ -104,7 +108,7 @@ def _parents(indexes, place, FORM: tl.constexpr, BM: tl.constexpr):
             found = tl.load(indexes[i] + offs_m, mask=offs_m < live, other=0)
         else:
             found = tl.load(indexes[i] + batch)
-        parents = (*parents, found.to(tl.int64))
+        parents = parents + (found.to(tl.int64),)  # noqa: RUF005 - unpacking is not in Triton
     return parents
 
 
@@ -112,30 +116,33 @@ def _parents(indexes, place, FORM: tl.constexpr, BM: tl.constexpr):
 def _multiply(a, b, place, sizes, a_strides, b_strides, FORM: tl.constexpr, BM: tl.constexpr):
     batch, m0, n0, _, rows = place
     M, N, K = sizes
-    BN: tl.constexpr = FORM.tile.BN
-    BK: tl.constexpr = FORM.tile.BK
-    batches = 1 if FORM.rows_along == "m" else rows
+    BN: tl.constexpr = FORM.BN
+    BK: tl.constexpr = FORM.BK
+    PRODUCTS: tl.constexpr = FORM.a_pieces + FORM.b_pieces - 1
+    rows_of_a = rows if FORM.rows_along == "m" else 1
+    rows_of_b = 1 if FORM.rows_along == "m" else rows
     steps = tl.cdiv(K, BK)
     acc = tl.zeros((BM, BN), tl.float32)
-    for step in range(steps * FORM.products):
-        a_piece, b_piece = pieces_of(step // steps, FORM.a.pieces, FORM.b.pieces)
+    for step in range(steps * PRODUCTS):
+        a_piece, b_piece = pieces_of(step // steps, FORM.a_pieces, FORM.b_pieces)
         k0 = step % steps * BK
-        if FORM.a.descriptor:
-            x = load_described(a, a_piece, m0, k0, BM, BK, FORM.a.transposed)
+        if FORM.a_descriptor:
+            x = load_described(a, a_piece, m0, k0, BM, BK, FORM.a_transposed)
         else:
-            base = strided(a_piece, a_strides[0], FORM.a.unit)
+            base = strided(a_piece * rows_of_a, a_strides[0], FORM.a_unit)
             x = load_strided(
-                a + base, m0, k0, M, K, a_strides[1], a_strides[2], BM, BK, FORM.a.unit,
-                FORM.a.transposed,
+                a + base, m0, k0, M, K, a_strides[2], a_strides[3], BM, BK, FORM.a_unit,
+                FORM.a_transposed,
             )  # fmt: skip
-        if FORM.b.descriptor:
-            y = load_described(b, b_piece * batches + batch, k0, n0, BK, BN, FORM.b.transposed)
+        if FORM.b_descriptor:
+            entry = b_piece * rows_of_b + batch
+            y = load_described(b, entry, k0, n0, BK, BN, FORM.b_transposed)
         else:
-            base = strided(b_piece, b_strides[0], FORM.b.unit)
-            base += strided(batch, b_strides[1], FORM.b.unit)
+            base = strided(b_piece * rows_of_b, b_strides[0], FORM.b_unit)
+            base += strided(batch, b_strides[1], FORM.b_unit)
             y = load_strided(
-                b + base, k0, n0, K, N, b_strides[2], b_strides[3], BK, BN, FORM.b.unit,
-                FORM.b.transposed,
+                b + base, k0, n0, K, N, b_strides[2], b_strides[3], BK, BN, FORM.b_unit,
+                FORM.b_transposed,
             )  # fmt: skip
         acc = tl.dot(x, y, acc, input_precision=FORM.precision)
     return acc

@@ -28,11 +28,13 @@ class Matrices:
         data: [pieces, batch, rows, columns], one of the last two dimensions contiguous.
         form: what the kernel is compiled for.
         extent: elements that may be read along the contiguous dimension.
+        piece: the stride of the pieces divided by the rows of the tree in `data`.
     """
 
     data: Tensor
     form: Operand
     extent: int
+    piece: int
 
     @property
     def _outer(self) -> int:
@@ -40,12 +42,12 @@ class Matrices:
 
     @property
     def strides(self) -> tuple[int, int, int, int]:
-        """Piece, batch and outer stride and the extent, divided by the form's unit."""
+        """`piece`, batch and outer stride and the extent, divided by the form's unit."""
         if self.form.descriptor:
             return 0, 0, 0, 0
         unit = self.form.unit
-        piece, batch = self.data.stride()[:2]
-        return piece // unit, batch // unit, self._outer // unit, self.extent // unit
+        batch = self.data.stride(1)
+        return self.piece // unit, batch // unit, self._outer // unit, self.extent // unit
 
     def argument(self, rows: int, columns: int) -> Any:
         """The pointer, or a descriptor for tiles of that size."""
@@ -60,11 +62,14 @@ class Matrices:
         )
 
 
-def matrices(data: Tensor, *, descriptors: bool, extent: int | None = None) -> Matrices:
+def matrices(
+    data: Tensor, *, descriptors: bool, rows: int = 1, extent: int | None = None
+) -> Matrices:
     """Describes an operand.
 
     Args:
-        data: [pieces, batch, rows, columns], any strides.
+        data: [pieces, batch, rows, columns], any strides; several pieces lie one after the other.
+        rows: rows of the tree in it, so that no stride is passed on that depends on them.
         descriptors: whether the kernel may take a descriptor.
         extent: elements that may be read along the contiguous dimension, at least its size; beyond
             the size they are zero.
@@ -75,10 +80,11 @@ def matrices(data: Tensor, *, descriptors: bool, extent: int | None = None) -> M
     extent = sizes[inner] if extent is None else extent
     # What a dimension of one entry has for a stride is of no use to anybody.
     steps = [data.stride(d) if sizes[d] > 1 else 0 for d in (0, 1, outer)]
-    form = Operand(sizes[0], transposed, unit=alignment(extent, *steps))
+    piece = steps[0] // max(rows, 1)
+    form = Operand(sizes[0], transposed, unit=alignment(extent, piece, *steps))
     if descriptors and _describable(data, steps, outer):
         form = Operand(sizes[0], transposed, descriptor=True)
-    return Matrices(data, form, extent)
+    return Matrices(data, form, extent, piece)
 
 
 def _contiguous_dimension(data: Tensor) -> tuple[Tensor, bool]:

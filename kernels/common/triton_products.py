@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 import triton
 from torch import Tensor
 
-from ikbo_tree.kernels.common.gemm_forms import Form, Operand, Tile
+from ikbo_tree.kernels.common.gemm_forms import Tile, form_of
 from ikbo_tree.kernels.common.triton_gemm import gemm_kernel
 from ikbo_tree.kernels.common.triton_lib import dot_precision, guard
 from ikbo_tree.kernels.common.triton_operands import Matrices
@@ -17,13 +16,6 @@ from ikbo_tree.kernels.common.triton_weight_gradient import add_chunks, weight_g
 
 Producers = Sequence[tuple[Tensor, Tensor]]
 """Partial results [rows of the producer, ...], each with its map [rows] int32."""
-
-
-@functools.cache
-def _form(
-    tile: Tile, a: Operand, b: Operand, last_rows: int, along: str, zero_dead: bool, precision: str
-) -> Form:
-    return Form(tile, a, b, last_rows, along, zero_dead, precision)
 
 
 def multiply(
@@ -56,9 +48,8 @@ def multiply(
     if out.numel() == 0:
         return
     last = tile.last_rows(M) if rows_along == "batch" else tile.BM
-    form = _form(tile, a.form, b.form, last, rows_along, zero_dead, dot_precision(a.data.dtype))
+    form = form_of(tile, a.form, b.form, last, rows_along, zero_dead, dot_precision(a.data.dtype))
     short = a.form.descriptor and last != tile.BM
-    strides = a.strides
     with guard(out):
         gemm_kernel[(batch * triton.cdiv(M, tile.BM) * triton.cdiv(N, tile.BN),)](
             a.argument(tile.BM, tile.BK),
@@ -71,7 +62,7 @@ def multiply(
             live,
             rows,
             (0 if rows_along == "m" else M, N, K),
-            (strides[0], strides[2], strides[3]),
+            a.strides,
             b.strides,
             FORM=form,
             num_warps=tile.warps,
@@ -110,10 +101,9 @@ def weight_gradient(
     tiles = triton.cdiv(M, tile.BM) * triton.cdiv(N, tile.BN)
     chunk = chunk_rows(rows, tiles, slots, 1 if rows_along == "batch" else tile.BK)
     chunks = triton.cdiv(rows, chunk)
-    wide = dtype if chunks == 1 else torch.float32
-    parts = torch.empty((chunks, M, N), dtype=wide, device=a.data.device)
+    parts = torch.empty((chunks, M, N), dtype=torch.float32, device=a.data.device)
     last = tile.last_rows(M)
-    form = _form(tile, a.form, b.form, last, rows_along, False, dot_precision(a.data.dtype))
+    form = form_of(tile, a.form, b.form, last, rows_along, False, dot_precision(a.data.dtype))
     short = a.form.descriptor and last != tile.BM
     with guard(parts):
         weight_gradient_kernel[(chunks * tiles,)](
@@ -131,7 +121,7 @@ def weight_gradient(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    return parts[0] if chunks == 1 else add_chunks(parts, dtype)
+    return add_chunks(parts, dtype)
 
 
 _LEAST_ROWS = 16

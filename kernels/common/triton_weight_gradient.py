@@ -23,7 +23,10 @@ from ikbo_tree.kernels.common.triton_pieces import pieces_of
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["rows", "chunk"], do_not_specialize_on_alignment=["live_ptr"])
+@triton.jit(
+    do_not_specialize=["rows", "chunk", "a_strides", "b_strides"],
+    do_not_specialize_on_alignment=["live_ptr"],
+)
 def weight_gradient_kernel(
     a,
     a_last,
@@ -40,73 +43,78 @@ def weight_gradient_kernel(
     """One tile of one chunk; grid (chunks * row tiles * column tiles,), columns fastest.
 
     Args:
-        a: A [pieces * batch, M, L], or [.., L, M] where transposed: pointer or descriptor.
-        a_last: a descriptor of A with tiles of FORM.last_rows, or None.
-        b: B [pieces * batch, L, N], or [.., N, L] where transposed: pointer or descriptor.
+        a: A [pieces, batch, M, L], or [.., L, M] where transposed: pointer or descriptor.
+        a_last: a descriptor of A with tiles of FORM.last, or None.
+        b: B [pieces, batch, L, N], or [.., N, L] where transposed: pointer or descriptor.
         out_ptr: [chunks, M, N], contiguous.
         live_ptr: live count of rows [1] int32; None: all are.
         rows: allocated rows.
-        chunk: rows a chunk; a multiple of FORM.tile.BK where the rows lie along k.
+        chunk: rows a chunk; a multiple of FORM.BK where the rows lie along k.
         sizes: (M, N, L); where the rows lie along k, L is not looked at.
-        a_strides: A's (piece, batch, outer, contiguous extent) divided by FORM.a.unit.
-        b_strides: B's, divided by FORM.b.unit.
+        a_strides: A's (piece, batch, outer, contiguous extent) divided by FORM.a_unit, the first
+            by `rows`, too.
+        b_strides: B's, divided by FORM.b_unit, likewise.
         FORM: `gemm_forms.Form`.
     """
     M, N, _ = sizes
-    tiles_n = tl.cdiv(N, FORM.tile.BN)
-    tiles_m = tl.cdiv(M, FORM.tile.BM)
+    tiles_n = tl.cdiv(N, FORM.BN)
+    tiles_m = tl.cdiv(M, FORM.BM)
     program = tl.program_id(0)
-    n0 = (program % tiles_n) * FORM.tile.BN
-    m0 = (program // tiles_n) % tiles_m * FORM.tile.BM
+    n0 = (program % tiles_n) * FORM.BN
+    m0 = (program // tiles_n) % tiles_m * FORM.BM
     part = program // (tiles_n * tiles_m)
     live = live_rows(live_ptr, rows)
     first = part * chunk
     place = (m0, n0, part, first, tl.minimum(first + chunk, live), rows)
-    if FORM.last_rows == FORM.tile.BM or M - m0 > FORM.last_rows:
-        _tile(a, b, out_ptr, place, sizes, a_strides, b_strides, FORM, FORM.tile.BM)
-    else:
-        _tile(a_last, b, out_ptr, place, sizes, a_strides, b_strides, FORM, FORM.last_rows)
+    if FORM.last == FORM.BM:
+        _tile(a, b, out_ptr, place, sizes, a_strides, b_strides, FORM, FORM.BM)
+    else:  # two products in one kernel, where the condition above is known when it is compiled
+        if M - m0 > FORM.last:
+            _tile(a, b, out_ptr, place, sizes, a_strides, b_strides, FORM, FORM.BM)
+        else:
+            _tile(a_last, b, out_ptr, place, sizes, a_strides, b_strides, FORM, FORM.last)
 
 
 @triton.jit
 def _tile(a, b, out_ptr, place, sizes, a_strides, b_strides, FORM: tl.constexpr, BM: tl.constexpr):
     m0, n0, part, first, end, rows = place
     M, N, L = sizes
-    BN: tl.constexpr = FORM.tile.BN
-    BK: tl.constexpr = FORM.tile.BK
+    BN: tl.constexpr = FORM.BN
+    BK: tl.constexpr = FORM.BK
+    PRODUCTS: tl.constexpr = FORM.a_pieces + FORM.b_pieces - 1
     along_k: tl.constexpr = FORM.rows_along == "k"
     count = tl.maximum(end - first, 0)
     steps = tl.cdiv(count, BK) if along_k else tl.cdiv(L, BK)
     turns = steps if along_k else steps * count
     acc = tl.zeros((BM, BN), tl.float32)
-    for turn in range(turns * FORM.products):
-        step = turn // FORM.products
-        a_piece, b_piece = pieces_of(turn % FORM.products, FORM.a.pieces, FORM.b.pieces)
+    for turn in range(turns * PRODUCTS):
+        step = turn // PRODUCTS
+        a_piece, b_piece = pieces_of(turn % PRODUCTS, FORM.a_pieces, FORM.b_pieces)
         if along_k:
             row, l0, stop, entries = 0, first + step * BK, end, 1
         else:
             row, l0, stop, entries = first + step // steps, step % steps * BK, L, rows
-        if FORM.a.descriptor:
-            x = load_described(a, a_piece * entries + row, m0, l0, BM, BK, FORM.a.transposed)
+        if FORM.a_descriptor:
+            x = load_described(a, a_piece * entries + row, m0, l0, BM, BK, FORM.a_transposed)
         else:
-            base = strided(a_piece, a_strides[0], FORM.a.unit)
-            base += strided(row, a_strides[1], FORM.a.unit)
+            base = strided(a_piece * rows, a_strides[0], FORM.a_unit)
+            base += strided(row, a_strides[1], FORM.a_unit)
             x = load_strided(
-                a + base, m0, l0, M, stop, a_strides[2], a_strides[3], BM, BK, FORM.a.unit,
-                FORM.a.transposed,
+                a + base, m0, l0, M, stop, a_strides[2], a_strides[3], BM, BK, FORM.a_unit,
+                FORM.a_transposed,
             )  # fmt: skip
-            if along_k and not FORM.a.transposed:
+            if along_k and not FORM.a_transposed:
                 x = tl.where((l0 + tl.arange(0, BK) < stop)[None, :], x, 0.0)
-        if FORM.b.descriptor:
-            y = load_described(b, b_piece * entries + row, l0, n0, BK, BN, FORM.b.transposed)
+        if FORM.b_descriptor:
+            y = load_described(b, b_piece * entries + row, l0, n0, BK, BN, FORM.b_transposed)
         else:
-            base = strided(b_piece, b_strides[0], FORM.b.unit)
-            base += strided(row, b_strides[1], FORM.b.unit)
+            base = strided(b_piece * rows, b_strides[0], FORM.b_unit)
+            base += strided(row, b_strides[1], FORM.b_unit)
             y = load_strided(
-                b + base, l0, n0, stop, N, b_strides[2], b_strides[3], BK, BN, FORM.b.unit,
-                FORM.b.transposed,
+                b + base, l0, n0, stop, N, b_strides[2], b_strides[3], BK, BN, FORM.b_unit,
+                FORM.b_transposed,
             )  # fmt: skip
-            if along_k and FORM.b.transposed:
+            if along_k and FORM.b_transposed:
                 y = tl.where((l0 + tl.arange(0, BK) < stop)[:, None], y, 0.0)
         acc = tl.dot(x, y, acc, input_precision=FORM.precision)
     offs_m = m0 + tl.arange(0, BM)

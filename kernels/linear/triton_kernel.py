@@ -56,7 +56,7 @@ class Matrices:
         choice = choose("input_gradient", architecture(grad.device), grad.dtype, out.shape[1])
         described = choice.descriptors and grad.numel() * weight.numel() > 0
         multiply(
-            matrices(grad[:, None], descriptors=described),
+            matrices(grad[:, None], descriptors=described, rows=grad.shape[1]),
             weight_matrices(weight, descriptors=described, transposed=False),
             out,
             choice.tile,
@@ -74,8 +74,8 @@ class Matrices:
         # A descriptor ends where the allocation does, not with the live rows.
         described = choice.descriptors and live is None and grad.numel() * x.numel() > 0
         return weight_gradient(
-            matrices(grad[:, None].mT, descriptors=described),
-            matrices(x[:, None], descriptors=described),
+            matrices(grad[:, None].mT, descriptors=described, rows=grad.shape[1]),
+            matrices(x[:, None], descriptors=described, rows=x.shape[1]),
             choice.tile,
             rows_along="k",
             live=live,

@@ -58,7 +58,7 @@ class Batches:
         described = choice.descriptors and grad.numel() * weight.numel() > 0
         multiply(
             weight_matrices(weight, descriptors=described, transposed=True),
-            matrices(grad, descriptors=described),
+            matrices(grad, descriptors=described, rows=grad.shape[1]),
             out,
             choice.tile,
             rows_along="batch",
@@ -74,8 +74,8 @@ class Batches:
         choice = choose("weight_gradient", architecture(grad.device), grad.dtype, M, K)
         described = choice.descriptors and grad.numel() * x.numel() > 0
         return weight_gradient(
-            matrices(grad, descriptors=described),
-            matrices(x.mT, descriptors=described),
+            matrices(grad, descriptors=described, rows=grad.shape[1]),
+            matrices(x.mT, descriptors=described, rows=x.shape[1]),
             choice.tile,
             rows_along="batch",
             live=live,

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikbo_tree.kernels.common import dispatch
+from ikbo_tree.kernels.common import dispatch, list_autograd
 from ikbo_tree.kernels.common.library import register
 from ikbo_tree.kernels.common.routes import Route
 
@@ -125,16 +125,18 @@ def define(
         _backward_fake,
     )
 
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _backward(ctx, grad, backward_op, bias)
+    def backward(ctx: Any, grad: Tensor, wants: Sequence[bool]) -> list[Tensor | None]:
+        found = _backward(ctx, grad, [*wants, *([] if bias else [False])], backward_op)
+        return found if bias else found[:-1]
 
     added = "Tensor? bias, " if bias else ""
-    return register(
+    return list_autograd.register(
         name,
         f"(Tensor[] x, Tensor[] weight, {added}{_MAPS}, ScalarType? partial_dtype, str impl)"
         " -> Tensor",
         forward,
         fake,
+        leading=3 if bias else 2,
         setup_context=_setup_context,
         backward=backward,
     )
@@ -148,33 +150,20 @@ def _backward_fake(grad: Tensor, x: list[Tensor], weight: list[Tensor], *rest: A
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight = inputs[:2]
-    consumer, index, offsets, order, live, _, impl = inputs[-7:]
+    ctx.consumer, index, offsets, order, live, _, impl = inputs[-7:]
     ctx.save_for_backward(*x, *weight, *index, *offsets, *order, *live)
-    ctx.consumer = consumer
     ctx.impl = dispatch.in_force(impl)
-    ctx.no_gradients = [_no_gradient(value) for value in inputs[-7:]]
-
-
-def _no_gradient(value: Any) -> Any:
-    # torch wants the structure of the inputs back, where a list counts if it holds only tensors.
-    if isinstance(value, list) and all(isinstance(entry, Tensor) for entry in value):
-        return [None] * len(value)
-    return None
 
 
 def _backward(
-    ctx: Any, grad: Tensor, backward_op: Callable[..., list[Tensor]], bias: bool
-) -> tuple[Any, ...]:
+    ctx: Any, grad: Tensor, wants: list[bool], backward_op: Callable[..., list[Tensor]]
+) -> list[Tensor | None]:
     n = len(ctx.consumer) + 1
     saved = list(ctx.saved_tensors)
     x, weight, maps = saved[:n], saved[n : 2 * n], saved[2 * n :]
     index, offsets, order = (maps[i * (n - 1) : (i + 1) * (n - 1)] for i in range(3))
     live = maps[3 * (n - 1) :]
-    needs = ctx.needs_input_grad
-    wants = [*needs[0], *needs[1], bias and needs[2]]
     found = iter(
         backward_op(grad, x, weight, ctx.consumer, index, offsets, order, live, wants, ctx.impl)
     )
-    grads = [next(found) if want else None for want in wants]
-    added = grads[2 * n :] if bias else []
-    return grads[:n], grads[n : 2 * n], *added, *ctx.no_gradients
+    return [next(found) if want else None for want in wants]

@@ -42,7 +42,12 @@ def operands(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Both as they are, where the device's GEMM takes 16-bit and gives float32; else widened."""
     if a.is_cuda and torch.version.hip is None and a.dtype == b.dtype and a.dtype in _HALF:
         return a, b
-    return a.to(accumulator(a.dtype)), b.to(accumulator(b.dtype))
+    return cast(a, accumulator(a.dtype)), cast(b, accumulator(b.dtype))
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, whose call alone costs most of a microsecond where there is nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -79,17 +84,17 @@ def forward(
     for stage, (value, w) in enumerate(zip(x, weight, strict=True)):
         live = stages.live_of(stage)
         out = value.new_empty(product.out_shape(value, w), dtype=dtype)
-        target = live_part(out, live)
+        target, value = live_part(out, live), live_part(value, live)
         producers = [(partials.pop(p), stages.index[p]) for p in stages.producers(stage)]
         # Each row of the result has one row in each stage, so the first may add the bias for all.
         filled = _fill(target, producers, bias if stage == 0 else None)
-        product.add(target, value[: len(target)], w, int(filled))
+        product.add(target, value, w, int(filled))
         if stage < last:
-            partials[stage] = out if partial_dtype is None else out.to(partial_dtype)
-    if len(target) < len(out):
-        out[len(target) :].zero_()
-        return out.to(x[0].dtype)
-    return zero_dead_rows(out.to(x[0].dtype), live)
+            partials[stage] = out if partial_dtype is None else cast(out, partial_dtype)
+    if target is not out:
+        out[target.shape[0] :].zero_()
+        return cast(out, x[0].dtype)
+    return zero_dead_rows(cast(out, x[0].dtype), live)
 
 
 def _result_dtype(x: Tensor, partial_dtype: torch.dtype | None) -> torch.dtype:
@@ -119,7 +124,8 @@ def _fill(out: Tensor, producers: list[tuple[Tensor, Tensor]], bias: Tensor | No
     for partial, index in producers:
         if partial.shape[0] == 0:  # then no row is live; on a device, dead ones point at row 0
             continue
-        index = index[: out.shape[0]]
+        if out.shape[0] < index.shape[0]:
+            index = index[: out.shape[0]]
         if filled:
             out.add_(partial.index_select(0, index))
         elif partial.dtype == out.dtype:
@@ -160,16 +166,16 @@ def backward(
         live = stages.live_of(stage)
         if wants_x[stage]:
             part = product.input_gradient(live_part(total, live), weight[stage])
-            dx.append(_padded(part.to(grad.dtype), len(total), live))
+            dx.append(_padded(cast(part, grad.dtype), total.shape[0], live))
         if wants_weight[stage]:
             part = product.weight_gradient(live_or_zero(total, live), live_or_zero(x[stage], live))
-            dweight.append(part.to(grad.dtype))
+            dweight.append(cast(part, grad.dtype))
     grads = [*dx, *dweight]
     if wants_bias:
         # The sum over rows is the same at every stage, and cheapest at the coarsest.
         stage, total = next(iter(totals.items()))
         total = live_or_zero(total, stages.live_of(stage))
-        grads.append(total.sum(0, dtype=accumulator(total.dtype)).to(grad.dtype))
+        grads.append(cast(total.sum(0, dtype=accumulator(total.dtype)), grad.dtype))
     return [g.contiguous() for g in grads]
 
 
@@ -200,8 +206,8 @@ def live_or_zero(x: Tensor, live: Tensor | None) -> Tensor:
 
 def _padded(part: Tensor, rows: int, live: Tensor | None) -> Tensor:
     """`part` with zeros in its dead rows, and as many more as are missing to `rows`."""
-    if len(part) < rows:
+    if part.shape[0] < rows:
         out = part.new_zeros((rows, *part.shape[1:]))
-        out[: len(part)] = part
+        out[: part.shape[0]] = part
         return out
     return zero_dead_rows(part, live)

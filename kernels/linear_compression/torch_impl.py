@@ -26,7 +26,7 @@ class Batches:
         """Into `out` [rows, M, N]."""
         if out.dtype != x.dtype:
             weight, x = stages_torch.operands(weight, x)
-        weight = weight.expand(len(x), -1, -1)
+        weight = weight.expand(x.shape[0], -1, -1)
         if x.dtype == out.dtype:
             out.baddbmm_(weight, x, beta=beta)
         else:
@@ -35,7 +35,7 @@ class Batches:
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         """[rows, K, N] from `grad` [rows, M, N]."""
         weight, grad = stages_torch.operands(weight, grad)
-        return stages_torch.matmul(weight.t().expand(len(grad), -1, -1), grad)
+        return stages_torch.matmul(weight.t().expand(grad.shape[0], -1, -1), grad)
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         """[M, K] from `grad` [rows, M, N]."""
@@ -50,7 +50,7 @@ def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
     """[M, K], the sum over rows of a [rows, M, N] @ b [rows, N, K], without copies of either."""
     wide = accumulator(a.dtype)
     out = a.new_zeros((a.shape[1], b.shape[2]), dtype=wide)
-    for start in range(0, len(a), _RUN):
+    for start in range(0, a.shape[0], _RUN):
         rows = slice(start, start + _RUN)
         run = torch.addbmm(out, a[rows].to(wide), b[rows].to(wide), beta=0)
         out.add_(run)

@@ -218,3 +218,39 @@ def attend(
     empty = lse == -np.inf
     p = np.exp(score - np.where(empty, 0, lse)[:, None])
     return np.where(empty[:, None], 0, p @ value), lse
+
+
+def self_attention(
+    tree: BroadcastTree,
+    q: Array,
+    memory: OracleMemory,
+    causal: bool,
+    scale: float | None = None,
+) -> tuple[Array, Array]:
+    """Attention of each history's own queries to its keys; entries that no row owns are zero.
+
+    Args:
+        tree: the tree.
+        q: [rows, S, H, D] or packed [total, H, D], a query for each key of `memory`.
+        memory: without bias and mask.
+        causal: query i sees keys 0 ... i.
+        scale: of the scores; default 1 / sqrt(D).
+
+    Returns:
+        Like q but Dv wide, and the log-sum-exp [rows, S, H] or [total, H].
+    """
+    heads, dim = q.shape[-2:]
+    scale = dim**-0.5 if scale is None else scale
+    out = np.zeros((*q.shape[:-1], memory.v.shape[-1]), q.dtype)
+    lse = np.zeros(q.shape[:-1], q.dtype)
+    for row in range(tree.rows(memory.level)):
+        k, v, _ = memory.of_row(row)
+        for i in range(len(k)):
+            at = (row, i) if memory.offsets is None else (int(memory.offsets[row]) + i,)
+            seen = i + 1 if causal else len(k)
+            for head in range(heads):
+                o, total = attend(
+                    q[at][None, head], [(k[:seen], v[:seen], None)], head, heads, scale
+                )
+                out[at][head], lse[at][head] = o[0], total[0]
+    return out, lse

@@ -71,13 +71,13 @@ def counts(rows: int, budget: int) -> SearchStrategy[list[int]]:
     some = st.integers(0, 40)
     many = st.sampled_from([63, 64, 65, 127, 128, 129, 255, 257, 1000, 1023, 1025, 2049, 3000])
     count = st.one_of(few, few, few, some, many)
-    drawn = st.lists(count, max_size=_DRAWN_ROWS)
+    drawn = st.lists(count, min_size=1, max_size=_DRAWN_ROWS)
     strategy: SearchStrategy[list[int]] = drawn.map(lambda given: _spread(given, rows, budget))
     return strategy
 
 
 def _spread(given: Sequence[int], rows: int, budget: int) -> list[int]:
-    spread = np.resize(np.asarray(given or [0], np.int64), rows)
+    spread = np.resize(np.asarray(given, np.int64), rows)
     before = np.cumsum(spread) - spread
     result: list[int] = np.clip(budget - before, 0, spread).tolist()
     return result

@@ -5,13 +5,12 @@ Never by row counts: the rows of a request have the same bits in any batch (cont
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from ikbo_tree.kernels.common.gemm_forms import Tile
+from ikbo_tree.kernels.common.gemm_forms import Tile, multiprocessors
 
 ROLES = ("forward", "partial", "input_gradient", "weight_gradient")
 """The last stage, an earlier stage, the gradient of an input, of a weight."""
@@ -33,7 +32,7 @@ class Choice:
 
     def slots(self, device: torch.device) -> int:
         """Programs that the device runs at a time."""
-        return self.resident * _multiprocessors(device)
+        return self.resident * multiprocessors(device)
 
     def fitted(self, M: int, N: int) -> Choice:
         """The same for a product of M rows and N columns."""
@@ -42,14 +41,6 @@ class Choice:
 
 Table = Mapping[str, Mapping[str, Choice]]
 """Choices by role, by architecture."""
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
 
 
 def family(arch: str, dtype: torch.dtype) -> str:
@@ -73,3 +64,8 @@ SMALL = Choice(
     Tile(BM=32, BN=32, BK=16, warps=1, stages=1, parts=2, short=True, least_last=16), True
 )
 """In the interpreter: small tests have several tiles each way and every form of operand."""
+
+SMALL_PERSISTENT = Choice(
+    Tile(BM=32, BN=32, BK=16, warps=1, stages=1, persistent=True, described_out=True), True
+)
+"""Likewise, and programs that take several tiles."""

@@ -26,6 +26,15 @@ def architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many the device has; 4 for the CPU."""
+    if device.type != "cuda":
+        return 4
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
 @dataclass(frozen=True)
 class Tile:
     """Tile of a matrix product [M, N] over K, and how it is run.
@@ -39,6 +48,9 @@ class Tile:
         parts: 1, 2 or 4: groups of columns on which the epilogue works, one after another.
         short: whether a shorter row tile may serve the last rows.
         least_last: rows that the shorter tile has at least.
+        persistent: as many programs as the device runs at a time, each of which takes one tile
+            after another. Where operands are descriptors.
+        described_out: the result is stored through a descriptor, where operands are descriptors.
     """
 
     BM: int
@@ -49,6 +61,8 @@ class Tile:
     parts: int = 1
     short: bool = False
     least_last: int = 64
+    persistent: bool = False
+    described_out: bool = False
 
     def __post_init__(self) -> None:
         for name in ("BM", "BN", "BK", "warps", "parts"):
@@ -59,6 +73,8 @@ class Tile:
             raise ValueError(f"no side of a tile may be below 16; got {self}")
         if self.stages < 1:
             raise ValueError(f"stages must be at least 1; got {self.stages}")
+        if self.short and self.persistent:
+            raise ValueError("a persistent kernel has tiles of one size")
 
     def fitted(self, M: int, N: int) -> Tile:
         """The same, no larger than a product of M rows and N columns needs."""
@@ -121,6 +137,8 @@ class Form(NamedTuple):
             lie: `"m"`, or `"k"` where they are summed over.
         zero_dead: dead rows of the result are written, as zeros.
         precision: `input_precision` of the products.
+        persistent: see `Tile`.
+        out_descriptor: the result is given as a descriptor.
     """
 
     BM: int
@@ -139,11 +157,22 @@ class Form(NamedTuple):
     rows_along: str
     zero_dead: bool
     precision: str
+    persistent: bool = False
+    out_descriptor: bool = False
 
 
 @functools.cache
 def form_of(
-    tile: Tile, a: Operand, b: Operand, last: int, rows_along: str, zero_dead: bool, precision: str
+    tile: Tile,
+    a: Operand,
+    b: Operand,
+    last: int,
+    rows_along: str,
+    *,
+    precision: str,
+    zero_dead: bool = False,
+    persistent: bool = False,
+    out_descriptor: bool = False,
 ) -> Form:
     """A `Form` from its parts."""
     return Form(
@@ -163,4 +192,6 @@ def form_of(
         rows_along,
         zero_dead,
         precision,
+        persistent,
+        out_descriptor,
     )

@@ -30,7 +30,8 @@ def gemm_kernel(
     a,
     a_last,
     b,
-    out_ptr,
+    out,
+    out_last,
     bias_ptr,
     partials,
     indexes,
@@ -41,14 +42,17 @@ def gemm_kernel(
     b_strides,
     FORM: tl.constexpr,
 ):
-    """One tile of the product; grid (batch * row tiles * column tiles,), columns fastest.
+    """The tiles of the product, columns fastest, then the row tiles of a batch entry.
+
+    Grid (batch * row tiles * column tiles,); with FORM.persistent any number of programs.
 
     Args:
         a: A [pieces, M, K], or [pieces, K, M] where transposed: pointer or descriptor.
         a_last: a descriptor of A with tiles of FORM.last; None without descriptors, or where
             all tiles have as many rows.
         b: B [pieces * batch, K, N], or [.., N, K] where transposed: pointer or descriptor.
-        out_ptr: [batch, M, N], contiguous.
+        out: [batch, M, N], contiguous: pointer or descriptor.
+        out_last: as `a_last`, or the same pointer.
         bias_ptr: [N], or None.
         partials: tuple of P [.., M, N] or [.., N], contiguous.
         indexes: for each of them [rows] int32.
@@ -63,22 +67,50 @@ def gemm_kernel(
     M, N, K = sizes
     if FORM.rows_along == "m":
         M = rows
+    sizes = (M, N, K)
+    live = live_rows(live_ptr, rows)
+    args = (out, bias_ptr, partials, indexes)
+    program = tl.program_id(0)
+    if FORM.persistent:
+        tiles = _tiles(rows, sizes, FORM)
+        alive = _tiles(live, sizes, FORM)
+        # Flat: the next tile's operands are on their way while this one is finished.
+        for turn in tl.range(program, alive, tl.num_programs(0), flatten=True):
+            place = _place(turn, live, rows, sizes, FORM)
+            _live_tile(a, b, args, place, sizes, a_strides, b_strides, FORM, FORM.BM)
+        if FORM.zero_dead:
+            for turn in range(alive + program, tiles, tl.num_programs(0)):
+                _dead_tile(out, _place(turn, live, rows, sizes, FORM), sizes, FORM, FORM.BM)
+    else:
+        place = _place(program, live, rows, sizes, FORM)
+        if FORM.last == FORM.BM:
+            _tile(a, b, args, place, sizes, a_strides, b_strides, FORM, FORM.BM)
+        else:  # two products in one kernel, where the condition above is known when it is compiled
+            if M - place[1] > FORM.last:
+                _tile(a, b, args, place, sizes, a_strides, b_strides, FORM, FORM.BM)
+            else:
+                args = (out_last, bias_ptr, partials, indexes)
+                _tile(a_last, b, args, place, sizes, a_strides, b_strides, FORM, FORM.last)
+
+
+@triton.jit
+def _tiles(rows, sizes, FORM: tl.constexpr):
+    """How many tiles so many rows of the tree have."""
+    M, N, _ = sizes
+    along_m: tl.constexpr = FORM.rows_along == "m"
+    height, entries = (rows, 1) if along_m else (M, rows)
+    return tl.cdiv(height, FORM.BM) * entries * tl.cdiv(N, FORM.BN)
+
+
+@triton.jit
+def _place(number, live, rows, sizes, FORM: tl.constexpr):
+    """Batch entry, first row and first column of the tile of that number; and what is live."""
+    M, N, _ = sizes
     tiles_n = tl.cdiv(N, FORM.BN)
     tiles_m = tl.cdiv(M, FORM.BM)
-    program = tl.program_id(0)
-    n0 = (program % tiles_n) * FORM.BN
-    m0 = (program // tiles_n) % tiles_m * FORM.BM
-    batch = program // (tiles_n * tiles_m)
-    args = (out_ptr, bias_ptr, partials, indexes)
-    place = (batch, m0, n0, live_rows(live_ptr, rows), rows)
-    sizes = (M, N, K)
-    if FORM.last == FORM.BM:
-        _tile(a, b, args, place, sizes, a_strides, b_strides, FORM, FORM.BM)
-    else:  # two products in one kernel, where the condition above is known when it is compiled
-        if M - m0 > FORM.last:
-            _tile(a, b, args, place, sizes, a_strides, b_strides, FORM, FORM.BM)
-        else:
-            _tile(a_last, b, args, place, sizes, a_strides, b_strides, FORM, FORM.last)
+    n0 = (number % tiles_n) * FORM.BN
+    m0 = (number // tiles_n) % tiles_m * FORM.BM
+    return number // (tiles_n * tiles_m), m0, n0, live, rows
 
 
 @triton.jit
@@ -86,15 +118,30 @@ def _tile(a, b, args, place, sizes, a_strides, b_strides, FORM: tl.constexpr, BM
     batch, m0, _, live, _ = place
     first = m0 if FORM.rows_along == "m" else batch
     if first < live:
-        out_ptr, bias_ptr, partials, indexes = args
-        # Asked for ahead of the product, so that nothing waits for it behind.
-        parents = _parents(indexes, place, FORM, BM)
-        acc = _multiply(a, b, place, sizes, a_strides, b_strides, FORM, BM)
-        gathered = (out_ptr, bias_ptr, partials, parents)
-        _finish(acc, gathered, place, sizes, FORM, BM, FORM.BN, FORM.parts)
+        _live_tile(a, b, args, place, sizes, a_strides, b_strides, FORM, BM)
     elif FORM.zero_dead:
-        BN: tl.constexpr = FORM.BN
-        _store(tl.zeros((BM, BN), tl.float32), args[0], place, sizes, FORM, BM, BN)
+        _dead_tile(args[0], place, sizes, FORM, BM)
+
+
+@triton.jit
+def _live_tile(
+    a, b, args, place, sizes, a_strides, b_strides, FORM: tl.constexpr, BM: tl.constexpr
+):
+    out, bias_ptr, partials, indexes = args
+    # Asked for ahead of the product, so that nothing waits for it behind.
+    parents = _parents(indexes, place, FORM, BM)
+    acc = _multiply(a, b, place, sizes, a_strides, b_strides, FORM, BM)
+    gathered = (out, bias_ptr, partials, parents)
+    _finish(acc, gathered, place, sizes, FORM, BM, FORM.BN, FORM.parts)
+
+
+@triton.jit
+def _dead_tile(out, place, sizes, FORM: tl.constexpr, BM: tl.constexpr):
+    batch, m0, n0, live, rows = place
+    BN: tl.constexpr = FORM.BN // FORM.parts
+    for part in tl.static_range(FORM.parts):
+        beside = (batch, m0, n0 + part * BN, live, rows)
+        _store(tl.zeros((BM, BN), tl.float32), out, beside, sizes, FORM, BM, BN)
 
 
 @triton.jit
@@ -215,9 +262,9 @@ def _finish(
 ):  # fmt: skip
     """Adds bias and partials and stores, one group of columns after the other."""
     if PARTS == 1:
-        out_ptr, bias_ptr, partials, parents = args
+        out, bias_ptr, partials, parents = args
         acc = _add(acc, bias_ptr, partials, parents, place, sizes, FORM, BM, BN)
-        _store(acc, out_ptr, place, sizes, FORM, BM, BN)
+        _store(acc, out, place, sizes, FORM, BM, BN)
     else:
         left, right = acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
         batch, m0, n0, live, rows = place
@@ -252,13 +299,17 @@ def _add(
 
 
 @triton.jit
-def _store(acc, out_ptr, place, sizes, FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def _store(acc, out, place, sizes, FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     batch, m0, n0, live, _ = place
     M, N, _ = sizes
     offs_m = m0 + tl.arange(0, BM)
-    offs_n = n0 + tl.arange(0, BN)
     if FORM.rows_along == "m" and FORM.zero_dead:
         acc = tl.where((offs_m < live)[:, None], acc, 0.0)
-    at = tl.cast(batch, tl.int64) * M * N + (offs_m.to(tl.int64) * N)[:, None] + offs_n[None, :]
-    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    if FORM.out_descriptor:
+        out.store([batch, m0, n0], acc.to(out.dtype).reshape(1, BM, BN))
+    else:
+        offs_n = n0 + tl.arange(0, BN)
+        row = tl.cast(batch, tl.int64) * M + offs_m
+        mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+        at = (row * N)[:, None] + offs_n[None, :]
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)

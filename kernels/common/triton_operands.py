@@ -112,6 +112,16 @@ def _describable(data: Tensor, steps: list[int], outer: int) -> bool:
     return True
 
 
+def storable(out: Tensor) -> bool:
+    """Whether a kernel can store to `out`, contiguous, through a descriptor."""
+    return out.shape[-1] * out.element_size() % _ROW_BYTES == 0 == out.data_ptr() % _ROW_BYTES
+
+
+def store_argument(out: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A descriptor for stores of tiles of that size to `out` [batch, M, N], contiguous."""
+    return TensorDescriptor(out, list(out.shape), list(out.stride()), [1, rows, columns])
+
+
 def weight_matrices(weight: Tensor, *, descriptors: bool, transposed: bool) -> Matrices:
     """A weight as operand, copied to aligned rows where it has none.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ikbo_tree.kernels.common.gemm_forms import Tile, form_of
 from ikbo_tree.kernels.common.triton_gemm import gemm_kernel
 from ikbo_tree.kernels.common.triton_lib import dot_precision, guard
-from ikbo_tree.kernels.common.triton_operands import Matrices
+from ikbo_tree.kernels.common.triton_operands import Matrices, storable, store_argument
 from ikbo_tree.kernels.common.triton_weight_gradient import add_chunks, weight_gradient_kernel
 
 Producers = Sequence[tuple[Tensor, Tensor]]
@@ -27,6 +27,7 @@ def multiply(
     rows_along: str,
     live: Tensor | None,
     zero_dead: bool,
+    slots: int,
     bias: Tensor | None = None,
     producers: Producers = (),
 ) -> None:
@@ -40,6 +41,7 @@ def multiply(
         rows_along: `"batch"` or `"m"`: where the rows of the tree lie.
         live: live count of those rows.
         zero_dead: write zeros to dead rows, rather than nothing.
+        slots: programs that the device runs at a time.
         bias: [N], contiguous.
         producers: what is added to each row.
     """
@@ -48,14 +50,28 @@ def multiply(
     if out.numel() == 0:
         return
     last = tile.last_rows(M) if rows_along == "batch" else tile.BM
-    form = form_of(tile, a.form, b.form, last, rows_along, zero_dead, dot_precision(a.data.dtype))
-    short = a.form.descriptor and last != tile.BM
+    described = a.form.descriptor and b.form.descriptor
+    persistent = described and tile.persistent
+    out_descriptor = described and tile.described_out and storable(out)
+    form = form_of(
+        tile, a.form, b.form, last, rows_along, precision=dot_precision(a.data.dtype),
+        zero_dead=zero_dead, persistent=persistent, out_descriptor=out_descriptor,
+    )  # fmt: skip
+    tiles = batch * triton.cdiv(M, tile.BM) * triton.cdiv(N, tile.BN)
+    programs = min(tiles, slots) if persistent else tiles
+
+    def result(height: int) -> object:
+        if not out_descriptor:
+            return out
+        return store_argument(out.view(batch, M, N), height, tile.BN // tile.parts)
+
     with guard(out):
-        gemm_kernel[(batch * triton.cdiv(M, tile.BM) * triton.cdiv(N, tile.BN),)](
+        gemm_kernel[(programs,)](
             a.argument(tile.BM, tile.BK),
-            a.argument(last, tile.BK) if short else (None if a.form.descriptor else a.data),
+            a.argument(last, tile.BK) if last != tile.BM else None,
             b.argument(tile.BK, tile.BN),
-            out,
+            result(tile.BM),
+            result(last) if last != tile.BM else None,
             bias,
             tuple(partial for partial, _ in producers),
             tuple(index for _, index in producers),
@@ -103,12 +119,11 @@ def weight_gradient(
     chunks = triton.cdiv(rows, chunk)
     parts = torch.empty((chunks, M, N), dtype=torch.float32, device=a.data.device)
     last = tile.last_rows(M)
-    form = form_of(tile, a.form, b.form, last, rows_along, False, dot_precision(a.data.dtype))
-    short = a.form.descriptor and last != tile.BM
+    form = form_of(tile, a.form, b.form, last, rows_along, precision=dot_precision(a.data.dtype))
     with guard(parts):
         weight_gradient_kernel[(chunks * tiles,)](
             a.argument(tile.BM, tile.BK),
-            a.argument(last, tile.BK) if short else (None if a.form.descriptor else a.data),
+            a.argument(last, tile.BK) if last != tile.BM else None,
             b.argument(tile.BK, tile.BN),
             parts,
             live,

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from ikbo_tree.kernels.common.gemm_config import SMALL, Choice, Table, family
+from ikbo_tree.kernels.common.gemm_config import SMALL, SMALL_PERSISTENT, Choice, Table, family
 from ikbo_tree.kernels.common.gemm_forms import Tile
 
 _HOPPER = Choice(Tile(BM=128, BN=128, BK=64, warps=4, stages=3, parts=4), True, 2)
@@ -26,7 +26,7 @@ TABLE: Table = {
     "sm_86": _everywhere(_ADA),
     "gfx": _everywhere(_AMD),
     "float32": _everywhere(_PLAIN),
-    "interpreter": _everywhere(SMALL),
+    "interpreter": _everywhere(SMALL) | {"input_gradient": SMALL_PERSISTENT},
 }
 
 _ROWS = 2**20

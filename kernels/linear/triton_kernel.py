@@ -45,6 +45,7 @@ class Matrices:
             rows_along="m",
             live=live,
             zero_dead=final,
+            slots=choice.slots(x.device),
             bias=None if bias is None else bias.contiguous(),
             producers=producers,
         )
@@ -63,6 +64,7 @@ class Matrices:
             rows_along="m",
             live=live,
             zero_dead=True,
+            slots=choice.slots(grad.device),
         )
 
     def weight_gradient(

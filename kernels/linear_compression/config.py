@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from ikbo_tree.kernels.common.gemm_config import SMALL, Choice, Table, family
+from ikbo_tree.kernels.common.gemm_config import SMALL, SMALL_PERSISTENT, Choice, Table, family
 from ikbo_tree.kernels.common.gemm_forms import Tile
 
 _HOPPER = Choice(Tile(BM=128, BN=256, BK=64, warps=8, stages=4, parts=4, short=True), True)
@@ -47,7 +47,7 @@ TABLE: Table = {
     "interpreter": {
         "forward": SMALL,
         "partial": SMALL,
-        "input_gradient": SMALL,
+        "input_gradient": SMALL_PERSISTENT,
         "weight_gradient": SMALL,
     },
 }

@@ -46,6 +46,7 @@ class Batches:
             rows_along="batch",
             live=live,
             zero_dead=final,
+            slots=choice.slots(x.device),
             producers=producers,
         )
 
@@ -64,6 +65,7 @@ class Batches:
             rows_along="batch",
             live=live,
             zero_dead=True,
+            slots=choice.slots(grad.device),
         )
 
     def weight_gradient(

@@ -15,7 +15,12 @@ from ikbo_tree.kernels.common.library import register
 from ikbo_tree.kernels.target_attention.memories import Memory
 from ikbo_tree.kernels.target_attention.op import lse_dtype
 
-IMPLEMENTATIONS = dispatch.Implementations("self_target_attention", __package__)
+IMPLEMENTATIONS = dispatch.Implementations(
+    "self_target_attention",
+    __package__,
+    {"reference": "reference", "torch": "torch_impl", "triton": "triton_kernel"},
+    {"cuda": ("triton", "torch"), "default": ("torch",)},
+)
 
 _ARGUMENTS = (
     "Tensor q_self, Tensor q, Tensor k, Tensor v, Tensor? extent, Tensor? index, Tensor? offsets,"

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ikbo_tree.kernels.common.gemm_forms import architecture, power_of_two
 from ikbo_tree.kernels.common.triton_lib import dot_precision
-from ikbo_tree.kernels.common.triton_tiles import tile_count
 from ikbo_tree.kernels.target_attention.config import Config, attention_config
 from ikbo_tree.kernels.target_attention.memories import Memory
 from ikbo_tree.kernels.target_attention.triton_groups import (
@@ -19,7 +18,10 @@ from ikbo_tree.kernels.target_attention.triton_groups import (
     dense,
     descriptors,
     groups,
+    own_tiles,
+    owners,
     processors,
+    single,
 )
 from ikbo_tree.kernels.target_attention.triton_key_gradients import (
     combine_pieces,
@@ -139,6 +141,26 @@ def queries(
     return dq
 
 
+def own_queries(
+    own: Rows, memory: Memory, live: Tensor | None, sizes: Sizes, needed: bool, causal: bool
+) -> Tensor | None:
+    """`queries` for those that belong to a memory's own rows; zeros where they are no key's.
+
+    Args:
+        own: [entries, 1, H, D].
+        memory: whose keys they are.
+        live: [1], live rows of the memory, or None.
+        sizes: of the call.
+        needed: whether their gradient is.
+        causal: they attend to no later key.
+    """
+    exact = own.q.element_size() < 4
+    dq = torch.zeros(own.q.shape, dtype=own.q.dtype, device=own.q.device) if needed else None
+    call = _QueryCall(own, live, sizes, None, dq, own=True, causal=causal)
+    call(single(memory), needed, False, exact, True, True)
+    return dq
+
+
 @dataclass(frozen=True)
 class _QueryCall:
     rows: Rows
@@ -147,14 +169,23 @@ class _QueryCall:
     miss: Tensor | None
     dq: Tensor | None
     part: Tensor | None = None
+    own: bool = False
+    causal: bool = False
 
     def __call__(
         self, group: Group, dq: bool, known: bool, exact: bool, first: bool, last: bool
     ) -> None:
         sizes, rows = self.sizes, self.rows
         tile = sizes.config.queries
-        M = sizes.tile_rows(group, tile.rows)
-        query_gradients[(group.tile_count(sizes.rows, sizes.n_seed, M) * sizes.heads,)](
+        if self.own:
+            M = tile.rows
+            tiles = own_tiles(group.tiles, M)
+            counts = (rows.q.shape[0], owners(group.tiles), 1)
+        else:
+            M = sizes.tile_rows(group, tile.rows)
+            tiles = group.tile_count(sizes.rows, sizes.n_seed, M)
+            counts = (sizes.rows, group.segments(sizes.rows), sizes.n_seed)
+        query_gradients[(tiles * sizes.heads,)](
             rows.q,
             rows.do,
             rows.o,
@@ -172,9 +203,7 @@ class _QueryCall:
             *group.sizes(),
             *rows.q.stride()[:3],
             *rows.do.stride()[:3],
-            sizes.rows,
-            group.segments(sizes.rows),
-            sizes.n_seed,
+            *counts,
             sizes.heads,
             sizes.scale,
             COUNT=len(group.memories),
@@ -187,6 +216,8 @@ class _QueryCall:
             FIRST=first,
             LAST=last,
             RUNS=group.runs,
+            OWN=self.own,
+            CAUSAL=self.causal,
             PRECISION=sizes.precision,
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,
@@ -247,20 +278,19 @@ def _launch_keys(
 ) -> None:
     k, config, tile = memory.k, sizes.config, sizes.config.keys
     kv_heads = k.shape[-2]
-    if memory.packed:
-        assert memory.extent is not None
-        owners = memory.extent.shape[0] - 1
-        tiles = tile_count(k.shape[0], owners, 1, tile.keys)
-    else:
-        owners = k.shape[0]
-        tiles = owners * -(-k.shape[1] // tile.keys)
-    items = tiles * kv_heads
+    items = own_tiles(memory, tile.keys) * kv_heads
     slot = tile.keys * (sizes.DP + sizes.DVP + sizes.heads // kv_heads) * 4
     programs, splits, part = _share(k, sizes, items, slot)
     counter = torch.zeros(1, dtype=torch.int32, device=k.device)
     route = (memory.offsets, live, own_live)
     size = k.shape[0 if memory.packed else 1]
-    arguments_ = (arguments(memory, sizes.heads, True), size, sizes.rows, owners, sizes.n_seed)
+    arguments_ = (
+        arguments(memory, sizes.heads, True),
+        size,
+        sizes.rows,
+        owners(memory),
+        sizes.n_seed,
+    )
     constants = {
         **sizes.widths(),
         "M": tile.rows,

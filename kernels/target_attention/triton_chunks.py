@@ -1,4 +1,4 @@
-"""Attention of few query rows a segment: keys in chunks, for memory-bound calls and single requests.
+"""Attention of few query rows a segment: keys in chunks, for memory-bound and single requests.
 
 Keys are cut into chunks of a fixed length, counted from the first key of their row. Each chunk has
 a softmax state of its own, and states are merged in order. One program may take all chunks of a
@@ -84,16 +84,12 @@ def forward_chunks(
 ):
     """A tile of query rows and one head over memories of one route, chunk by chunk.
 
-    With `splits` > 1, program (p, y) takes the chunks y, y + splits, ... of all memories together
-    and leaves their states in `chunk_ptr`. Arguments as in `forward_rows`, and
+    Program p has head p % heads of tile p // heads. With `splits` > 1, program (p, y) takes the
+    chunks y, y + splits, ... of all memories together and leaves their states in `chunk_ptr`.
 
-    Args:
-        chunk_ptr: float32 [tiles * heads, slots, DVP + 2, M], states: a row of the values' weighted
-            sums after the other, the maxima, the sums.
-        slots: chunks that a tile may have.
-        splits: programs that share a tile.
-        CHUNK: keys a chunk.
-        FEW: query rows of a segment up to which its keys are cut; others have one chunk a memory.
+    Arguments as in `forward_tile`; chunk_ptr: float32 [tiles * heads, slots, DVP + 2, M], states,
+    the weighted sums of values first; slots: chunks that a tile may have; CHUNK: keys of a chunk;
+    FEW: query rows of a segment up to which its keys are cut, others have one chunk a memory.
     """
     sizes = (size0, size1, size2, size3)
     head = tl.program_id(0) % heads
@@ -114,9 +110,8 @@ def forward_chunks(
         )
         at = flat * heads + head
         whole = first_state(M, DVP)
-        if not FIRST:
-            if splits == 1:
-                whole = load_state(part_ptr, part_lse_ptr, at, valid, DV, DVP)
+        if not FIRST and splits == 1:
+            whole = load_state(part_ptr, part_lse_ptr, at, valid, DV, DVP)
         before = 0
         for i in tl.static_range(COUNT):
             k_ptr, v_ptr, length, start = locate(

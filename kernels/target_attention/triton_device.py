@@ -355,21 +355,9 @@ def attend(
 
     Blocks of which every score counts come first, without a mask and with loads in flight.
 
-    Args:
-        q: [M, DP].
-        state: see the module.
-        memory: likewise.
-        k_desc, v_desc: descriptors of k and v as [entries, columns] with boxes [N, DP] and
-            [N, DVP], or None.
-        k_ptr, v_ptr, start: from `locate`.
-        head, kv_head: of the queries and of the keys.
-        low, high: which keys.
-        scale2: see `step`.
-        limit: [M], the last key that each query row attends to, or None: all of them.
-        D, DV, DP, DVP: widths of keys and values, and powers of two that hold them.
-        N: keys a block.
-        PRECISION: of float32 products.
-        STAGES: blocks in flight.
+    q [M, DP]; k_desc, v_desc: see `forward_tile`; k_ptr, v_ptr, start: from `locate`; head,
+    kv_head: of the queries and of the keys; scale2: see `step`; limit [M]: the last key that each
+    query row attends to, or None: all of them; STAGES: blocks in flight.
     """
     full = high
     if limit is not None:

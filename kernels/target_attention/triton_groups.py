@@ -91,6 +91,21 @@ def single(memory: Memory, at: int = 0) -> Group:
     return Group((at,), (memory,), memory, False)
 
 
+def owners(memory: Memory) -> int:
+    """Allocated rows of a memory."""
+    if memory.packed:
+        assert memory.extent is not None
+        return memory.extent.shape[0] - 1
+    return memory.k.shape[0]
+
+
+def own_tiles(memory: Memory, size: int) -> int:
+    """Tiles of `size` entries of one row that a memory may have."""
+    if memory.packed:
+        return tile_count(memory.k.shape[0], owners(memory), 1, size)
+    return owners(memory) * -(-memory.k.shape[1] // size)
+
+
 def _group(members: list[int], memories: Sequence[Memory]) -> Group:
     chosen = tuple(memories[i] for i in members)
     tiles = max(chosen, key=_segments)

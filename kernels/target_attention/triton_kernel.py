@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ikbo_tree.kernels.common.triton_lib import guard, refused
+from ikbo_tree.kernels.target_attention import triton_backward
 from ikbo_tree.kernels.target_attention.config import FUSED_SEEDS
 from ikbo_tree.kernels.target_attention.memories import Memory
-from ikbo_tree.kernels.target_attention import triton_backward
 from ikbo_tree.kernels.target_attention.triton_backward import Sizes
 from ikbo_tree.kernels.target_attention.triton_chunks import combine_chunks, forward_chunks
 from ikbo_tree.kernels.target_attention.triton_device import LOG2E
@@ -63,7 +63,7 @@ def forward(
         return o, lse
     q = dense(q)
     launches = groups(memories, sizes.n_seed)
-    part = (None, None)
+    part: tuple[Tensor | None, Tensor | None] = (None, None)
     if len(launches) > 1:
         part = (torch.empty_like(o, dtype=torch.float32), torch.empty_like(lse))
     with guard(q):

@@ -133,36 +133,35 @@ def key_gradients(
                     head = kv_head * shared + g
                     bias = key_bias(memory, start, head, keys, seen)
                     sums = (dk, dv, tl.zeros((N,), tl.float32))
-                    if SELF:
-                        if piece == 0:
-                            first = low if CAUSAL else 0
-                            clear = low + N if CAUSAL else 0
-                            sums = over_rows(
-                                sums,
-                                k,
-                                v,
-                                bias,
-                                _at_head(own_queries, head),
-                                None,
-                                start,
-                                tl.minimum(first, length),
-                                clear,
-                                length,
-                                1,
-                                heads,
-                                scale * LOG2E,
-                                keys,
-                                D,
-                                DV,
-                                DP,
-                                DVP,
-                                M,
-                                DK,
-                                DV_,
-                                DB,
-                                PRECISION,
-                                STAGES,
-                            )
+                    if SELF and piece == 0:
+                        first = low if CAUSAL else 0
+                        clear = low + N if CAUSAL else 0
+                        sums = over_rows(
+                            sums,
+                            k,
+                            v,
+                            bias,
+                            _at_head(own_queries, head),
+                            None,
+                            start,
+                            tl.minimum(first, length),
+                            clear,
+                            length,
+                            1,
+                            heads,
+                            scale * LOG2E,
+                            keys,
+                            D,
+                            DV,
+                            DP,
+                            DVP,
+                            M,
+                            DK,
+                            DV_,
+                            DB,
+                            PRECISION,
+                            STAGES,
+                        )
                     sums = over_rows(
                         sums,
                         k,
@@ -316,7 +315,7 @@ def combine_pieces(
 
 @triton.jit(do_not_specialize=["entries"])
 def sum_heads(x_ptr, out_ptr, entries, heads, BLOCK: tl.constexpr):
-    """out [entries] = sum over heads of x [entries, heads], first to last."""
+    """Writes out [entries] = sum over heads of x [entries, heads], first to last."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for head in range(heads):

@@ -13,6 +13,7 @@ from ikbo_tree.kernels.target_attention.triton_device import (
     LOG2E,
     NOTHING,
     flat_rows,
+    key_span,
     load_rows,
     store_rows,
 )
@@ -56,6 +57,17 @@ def find_keys(
         owner = tile // each
         low = (tile - owner * each).to(tl.int64) * N
     return owner, low.to(tl.int32)
+
+
+@triton.jit
+def own_rows(memory, size, live_ptr, owners, tile, T: tl.constexpr):
+    """`find_rows` of queries that belong to a memory's own rows, one an entry."""
+    owner, low = find_keys(
+        memory[4], None, None, live_ptr, size, 0, owners, tile, memory[7] is None, True, T
+    )
+    live = owner < live_rows(live_ptr, owners)
+    start, length = key_span(memory[4], size, tl.where(live, owner, 0), memory[7] is None)
+    return tl.where(live, owner, owners), start, low, tl.where(live, length, 0)
 
 
 @triton.jit

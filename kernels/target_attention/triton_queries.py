@@ -29,6 +29,10 @@ from ikbo_tree.kernels.target_attention.triton_device import (
     seen_keys,
     store_rows,
 )
+from ikbo_tree.kernels.target_attention.triton_keys import own_rows
+
+_HALF_UNIT = tl.constexpr(2.0**-11)
+_BFLOAT_UNIT = tl.constexpr(2.0**-8)
 
 
 @triton.jit
@@ -152,7 +156,7 @@ def too_far(miss, ds_squares, p_squares, valid, DTYPE: tl.constexpr):
     dQ changes by miss * (P K). Next to what rounding dS to 16 bits does anyway, u * norm(dS) * K,
     that is nothing where P K averages over many keys, or where miss is small itself.
     """
-    unit: tl.constexpr = 0.00048828125 if DTYPE == tl.float16 else 0.00390625
+    unit: tl.constexpr = _HALF_UNIT if tl.float16 == DTYPE else _BFLOAT_UNIT
     noise = unit * tl.sqrt(ds_squares)
     miss = tl.abs(miss)
     return valid & ((miss * tl.sqrt(p_squares) > 0.5 * noise) | (miss > 2.0 * noise))
@@ -209,24 +213,31 @@ def query_gradients(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     RUNS: tl.constexpr,
+    OWN: tl.constexpr,
+    CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """A tile of query rows and one head, over the keys of up to four memories.
 
-    Laid out as `forward_rows`, with do_ptr like o, delta_ptr like lse, dq_ptr contiguous like q and
-    part_ptr, dq in float32, for what one launch leaves for the next.
+    Laid out as in `forward_tile`, with do_ptr like o, delta_ptr like lse, dq_ptr contiguous like q
+    and part_ptr, dq in float32, for what one launch leaves for the next.
 
     DQ: dq is wanted; otherwise delta alone. KNOWN: delta_ptr has the right delta; otherwise it is
     written. EXACT: delta is corrected as this module describes; with several launches, those
-    without DQ do that first, and leave the sum of dS in miss_ptr.
+    without DQ do that first, and leave the sum of dS in miss_ptr. OWN, CAUSAL: see `forward_tile`.
     """
     sizes = (size0, size1, size2, size3)
     k_descs = (k_desc0, k_desc1, k_desc2, k_desc3)
     v_descs = (v_desc0, v_desc1, v_desc2, v_desc3)
     head = tl.program_id(0) % heads
     tile = tl.program_id(0) // heads
-    segment, begin, first, end = find_rows(offsets_ptr, live_ptr, segments, rows, tile, n_seed, M)
+    if OWN:
+        segment, begin, first, end = own_rows(memories[0], size0, live_ptr, segments, tile, M)
+    else:
+        segment, begin, first, end = find_rows(
+            offsets_ptr, live_ptr, segments, rows, tile, n_seed, M
+        )
     end = tl.minimum(end, first + M)
     if segment == segments:
         if DQ and LAST:
@@ -246,6 +257,7 @@ def query_gradients(
                     stop = tl.minimum(stop.to(tl.int64), left).to(tl.int32)
         steps = first + tl.arange(0, M)
         valid = steps < stop
+        limit = tl.where(valid, steps, first) if CAUSAL else None
         flat = flat_rows(order_ptr, begin, steps, valid, n_seed)
         at = flat * heads + head
         q_at = flat_offsets(flat, n_seed, q_row, q_seed, False)
@@ -295,7 +307,7 @@ def query_gradients(
                     length,
                     head,
                     scale * LOG2E,
-                    None,
+                    limit,
                     D,
                     DV,
                     DP,
@@ -308,22 +320,20 @@ def query_gradients(
                 )
             dq, miss, ds_squares, p_squares = sums
             walk += 1
-            if EXACT and not KNOWN:
-                if walk == 1:
-                    if LAST:
-                        right = delta + (miss - dlse)
-                    else:
-                        tl.store(miss_ptr + at, miss, mask=valid)
-                    if DQ:
-                        far = too_far(miss - dlse, ds_squares, p_squares, valid, q.dtype)
-                        delta = tl.where(far, right, delta)
-                        walks += tl.max(far.to(tl.int32))
-            if DQ:
-                if walk == walks:
-                    if LAST:
-                        store_rows(dq_ptr, D, at, valid, dq * scale, D, DP)
-                    else:
-                        store_rows(part_ptr, D, at, valid, dq, D, DP)
+            if EXACT and not KNOWN and walk == 1:
+                if LAST:
+                    right = delta + (miss - dlse)
+                else:
+                    tl.store(miss_ptr + at, miss, mask=valid)
+                if DQ:
+                    far = too_far(miss - dlse, ds_squares, p_squares, valid, q.dtype)
+                    delta = tl.where(far, right, delta)
+                    walks += tl.max(far.to(tl.int32))
+            if DQ and walk == walks:
+                if LAST:
+                    store_rows(dq_ptr, D, at, valid, dq * scale, D, DP)
+                else:
+                    store_rows(part_ptr, D, at, valid, dq, D, DP)
         if not KNOWN:
             tl.store(delta_ptr + at, right, mask=valid)
         first = stop

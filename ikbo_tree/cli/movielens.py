@@ -102,8 +102,12 @@ def _read(data: Path | None, test_share: float) -> tuple[MovieLog, int, MovieReq
         log = MovieLog(load(data))
         split = log.split_time(test_share)
         requests, is_test = log.rated_next(split)
-        if is_test.all() or not is_test.any():
-            raise DataError(f"--test-share {test_share} leaves no request on one side of the split")
+        later = requests.labels[is_test[requests.tree.ancestors("movie", of="user").long()]]
+        if is_test.all() or len(later.unique()) < 2:
+            raise DataError(
+                f"--test-share {test_share} leaves nothing to train on, or to the test no movie"
+                " that was liked beside one that was not"
+            )
     except DataError as error:
         print(f"ikbo-tree movielens: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

@@ -126,7 +126,7 @@ class MovieLog:
         new_second[1:] = (np.diff(self._user) != 0) | (np.diff(self._time) != 0)
         # The place of the first rating of the same user and second: ties are never cut apart.
         tied = np.maximum.accumulate(np.where(new_second, np.arange(len(place)), 0))
-        page = np.log2(np.maximum(place[tied] / self.first, 0.5)).astype(np.int64) + 1
+        page = np.searchsorted(self.first << np.arange(32), place[tied], side="right")
         late = self._time >= split
         changed = np.ones(len(place), bool)
         changed[1:] = (np.diff(self._user) != 0) | (np.diff(page) != 0) | (np.diff(late) != 0)

@@ -87,7 +87,7 @@ def load(data: Path | None, cache: Path | None = None) -> Ratings:
     if data is None:
         data = _fetched(cache or _cache())
     opened = _opener(data)
-    return _ratings(*(_table(opened(kind), f"{data} (.{kind})", kind) for kind in TABLES))
+    return _ratings(*(Table.parse(opened(kind), f"{data} (.{kind})", kind) for kind in TABLES))
 
 
 def _cache() -> Path:
@@ -117,7 +117,10 @@ def _opener(data: Path) -> Callable[[str], str]:
     if not data.exists():
         raise DataError(f"--data: {data} does not exist")
     if data.is_file() and data.suffix in (".whl", ".zip"):
-        archive = zipfile.ZipFile(data)
+        try:
+            archive = zipfile.ZipFile(data)
+        except zipfile.BadZipFile as error:
+            raise DataError(f"--data: {data} is no wheel: {error}") from None
 
         def from_wheel(kind: str) -> str:
             try:
@@ -140,42 +143,58 @@ def _opener(data: Path) -> Callable[[str], str]:
     return from_folder
 
 
-def _table(text: str, source: str, kind: str) -> dict[str, np.ndarray]:
-    """The columns of `TABLES[kind]`, as text."""
-    rows = csv.reader(io.StringIO(text), delimiter="\t", quoting=csv.QUOTE_NONE)
-    header = [column.partition(":")[0] for column in next(rows, [])]
-    wanted = TABLES[kind]
-    missing = [name for name in wanted if name not in header]
-    if missing:
-        raise DataError(f"{source} lacks the columns {', '.join(missing)}; it has {header}")
-    body = [row for row in rows if row]
-    for number, row in enumerate(body, start=2):
-        if len(row) != len(header):
-            raise DataError(f"{source}, line {number}: {len(row)} columns instead of {len(header)}")
-    return {
-        name: np.array([row[header.index(name)] for row in body], dtype=np.str_) for name in wanted
-    }
+@dataclass(frozen=True)
+class Table:
+    """The columns of one file that are read, as text; `source` names it in messages."""
+
+    source: str
+    columns: dict[str, np.ndarray]
+
+    @classmethod
+    def parse(cls, text: str, source: str, kind: str) -> Table:
+        """A table with the columns `TABLES[kind]`."""
+        rows = csv.reader(io.StringIO(text), delimiter="\t", quoting=csv.QUOTE_NONE)
+        header = [column.partition(":")[0] for column in next(rows, [])]
+        missing = [name for name in TABLES[kind] if name not in header]
+        if missing:
+            raise DataError(f"{source} lacks the columns {', '.join(missing)}; it has {header}")
+        body = [row for row in rows if row]
+        for number, row in enumerate(body, start=2):
+            if len(row) != len(header):
+                raise DataError(
+                    f"{source}, line {number}: {len(row)} columns instead of {len(header)}"
+                )
+        places = {name: header.index(name) for name in TABLES[kind]}
+        return cls(source, {n: np.array([r[i] for r in body], np.str_) for n, i in places.items()})
+
+    def numbers(self, name: str) -> np.ndarray:
+        """A column as float64."""
+        try:
+            return self.columns[name].astype(np.float64)
+        except ValueError as error:
+            raise DataError(f"{self.source}, column {name}: {error}") from None
 
 
-def _ratings(
-    inter: dict[str, np.ndarray], item: dict[str, np.ndarray], user: dict[str, np.ndarray]
-) -> Ratings:
-    time = inter["timestamp"].astype(np.float64).astype(np.int64)
+def _ratings(inter: Table, item: Table, user: Table) -> Ratings:
+    time = inter.numbers("timestamp").astype(np.int64)
+    if not len(time):
+        raise DataError(f"{inter.source} has no ratings")
     order = np.argsort(time, kind="stable")
-    years = [float(year) if year.isdecimal() else np.nan for year in item["release_year"].tolist()]
-    named = [genres.split(" ") for genres in item["class"].tolist()]
+    named = [genres.split(" ") for genres in item.columns["class"].tolist()]
     shelves = sorted({genre for genres in named for genre in genres})
     genres = np.zeros((len(named), len(shelves)), np.float32)
     for row, names in enumerate(named):
         genres[row, [shelves.index(name) for name in names]] = 1
-    genders, gender = np.unique(user["gender"], return_inverse=True)
-    occupations, occupation = np.unique(user["occupation"], return_inverse=True)
+    texts = item.columns["release_year"].tolist()
+    years = np.array([float(text) if text.isdecimal() else np.nan for text in texts])
+    genders, gender = np.unique(user.columns["gender"], return_inverse=True)
+    occupations, occupation = np.unique(user.columns["occupation"], return_inverse=True)
     return Ratings(
-        user=_numbered(inter["user_id"], user["user_id"], "user")[order],
-        movie=_numbered(inter["item_id"], item["item_id"], "item")[order],
-        rating=inter["rating"].astype(np.float32)[order],
+        user=_numbered(inter, user, "user")[order],
+        movie=_numbered(inter, item, "item")[order],
+        rating=inter.numbers("rating").astype(np.float32)[order],
         time=time[order],
-        age=user["age"].astype(np.float32),
+        age=user.numbers("age").astype(np.float32),
         gender=gender,
         occupation=occupation,
         year=np.nan_to_num(years, nan=float(np.nanmean(years))).astype(np.float32),
@@ -187,12 +206,12 @@ def _ratings(
     )
 
 
-def _numbered(ids: np.ndarray, known: np.ndarray, kind: str) -> np.ndarray:
-    """The row in `known` of each of `ids`."""
-    order = np.argsort(known)
-    place = np.searchsorted(known, ids, sorter=order).clip(max=len(known) - 1)
-    row: np.ndarray = order[place]
-    strange = ids[known[row] != ids]
+def _numbered(inter: Table, of: Table, kind: str) -> np.ndarray:
+    """The row in `of` of every rating's user or item."""
+    ids, known = inter.columns[f"{kind}_id"], of.columns[f"{kind}_id"]
+    strange = np.setdiff1d(ids, known)
     if len(strange):
-        raise DataError(f"the .inter file names {kind} {strange[0]}, which the .{kind} file lacks")
+        raise DataError(f"{inter.source} names {kind} {strange[0]}, which the .{kind} file lacks")
+    order = np.argsort(known)
+    row: np.ndarray = order[np.searchsorted(known, ids, sorter=order)]
     return row

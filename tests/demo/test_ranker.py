@@ -6,8 +6,8 @@ import torch
 
 import ikbo_tree as ikbo
 from ikbo_tree.demo.ranker import FlatRanker, LevelInputs, LevelSizes, RankerSizes, TreeRanker
-from ikbo_tree.demo.training import loss_of
 from ikbo_tree.demo.traffic import Requests
+from ikbo_tree.demo.training import loss_of
 from ikbo_tree.testing.budget import assert_within_budget
 
 TREES = {

@@ -15,7 +15,7 @@ def test_candidates_a_user_are_log_normal():
     n = counts(requests)
     assert n.min() >= 1
     assert abs(n.mean() / 60 - 1) < 0.02
-    # 400 logarithms of standard deviation 0.8: their sample deviation has a standard error of 3.5 %.
+    # The deviation of 400 logarithms has a standard error of 3.5 %.
     assert abs(np.log(n).std() / 0.8 - 1) < 0.12
     assert abs(np.log(n).mean() - (np.log(60) - 0.8**2 / 2)) < 4 * 0.8 / 400**0.5
 
@@ -55,7 +55,7 @@ def test_shapes_and_lengths():
         assert len(x.features) == len(x.tokens) == rows
         if x.history is not None:
             assert len(x.history) == len(x.lengths) == rows
-            assert 0 <= x.lengths.min()
+            assert x.lengths.min() >= 0
             assert x.lengths.max() <= x.history.shape[1]
     assert requests.inputs["user"].lengths.min() < 5
     assert requests.labels.shape == (requests.tree.rows("item"),)

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 import ikbo_tree as ikbo
 from ikbo_tree.testing import oracles
 from ikbo_tree.testing.budget import assert_within_budget
+from ikbo_tree.testing.strategies import trees
 from ikbo_tree.tree import BroadcastTree
 
 OPS = ("linear", "linear_compression")
 IMPLS = ("reference", "torch")
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -70,6 +73,33 @@ def make(op, tree, widths, *, level=None, dtype=torch.float32, bias=True, M=4, N
     at = tree.chain("inputs", tuple(widths), level)[-1]
     grad = draw(tree.capacity(at), height, *per_row, live=tree.rows(at))
     return Call(op, tree, x, weight, added, level, grad)
+
+
+@st.composite
+def calls(draw):
+    """Any tree, any names on one of its paths, the result at the finest of them or below.
+
+    With the inputs whose gradients are asked for.
+    """
+    tree = draw(trees(max_rows=60))
+    leaf = draw(st.sampled_from(tree.levels))
+    at = tree.structure.position[leaf]
+    path = [tree.levels[i] for i in (at, *tree.structure.lineage[at])]
+    names = [*path, *(t for t in tree.tables if tree.table_level(t) in path)]
+    chosen = draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+    widths = {name: draw(st.sampled_from([0, 1, 3, 8])) for name in chosen}
+    call = make(
+        draw(st.sampled_from(OPS)),
+        tree,
+        widths,
+        level=leaf if draw(st.booleans()) else None,
+        dtype=draw(st.sampled_from(DTYPES)),
+        bias=draw(st.booleans()),
+        M=draw(st.sampled_from([1, 4])),
+        N=draw(st.sampled_from([1, 5])),
+    )
+    everything = st.just(list(call.inputs))
+    return call, draw(everything | st.lists(st.sampled_from(list(call.inputs)), unique=True))
 
 
 def results(call, impl="torch", wanted=None, **options):
@@ -154,9 +184,20 @@ def flat(call):
     return {"out": whole, **dict(zip(leaves, grads, strict=True))}
 
 
-def check(call, impl="torch", wanted=None, **options):
+def moved(call, device):
+    """The same call on a device."""
+    there = Call(**vars(call))
+    there.tree = call.tree.to(device)
+    there.x = {n: t.to(device) for n, t in call.x.items()}
+    there.weight = {n: t.to(device) for n, t in call.weight.items()}
+    there.bias = None if call.bias is None else call.bias.to(device)
+    there.grad = call.grad.to(device)
+    return there
+
+
+def check(call, impl="torch", wanted=None, *, device="cpu", **options):
     """Result and gradients against their budgets; returns how much of them was used."""
-    found = results(call, impl, wanted, **options)
+    found = results(call if device == "cpu" else moved(call, device), impl, wanted, **options)
     right = exact(call)
     near, rounded = flat(call), one_rounding(call, right)
     spent = {}

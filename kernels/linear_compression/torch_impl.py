@@ -42,8 +42,8 @@ class Batches:
         if grad.device.type == "cpu":
             return _sum_of_products(grad, x.mT)
         # A device would run rows one after the other: side by side they are one long product.
-        wide_grad = grad.transpose(0, 1).reshape(grad.shape[1], -1)
-        return stages_torch.matmul(wide_grad, x.transpose(0, 1).reshape(x.shape[1], -1).t())
+        long_grad = grad.transpose(0, 1).flatten(1)
+        return stages_torch.matmul(long_grad, x.transpose(0, 1).flatten(1).t())
 
 
 def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:

@@ -4,15 +4,11 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from linear_naive import IMPLS, OPS, Call, check, exact, make, results
+from linear_naive import DTYPES, IMPLS, OPS, Call, calls, check, exact, make, results
 
 import ikbo_tree as ikbo
 from ikbo_tree import BroadcastTree, TreeError, UnsupportedError
 from ikbo_tree.testing.poison import poisoned_memory
-from ikbo_tree.testing.strategies import trees
-
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 every_op = pytest.mark.parametrize("op", OPS)
 every_impl = pytest.mark.parametrize("impl", IMPLS)
@@ -22,33 +18,6 @@ def three_levels(**options):
     return BroadcastTree.from_counts(
         {"vendor": [2, 0, 1], "item": [3, 0, 2]}, root="user", **options
     )
-
-
-@st.composite
-def calls(draw):
-    """Any tree, any names on one of its paths, the result at the finest of them or below.
-
-    With the inputs whose gradients are asked for.
-    """
-    tree = draw(trees(max_rows=60))
-    leaf = draw(st.sampled_from(tree.levels))
-    at = tree.structure.position[leaf]
-    path = [tree.levels[i] for i in (at, *tree.structure.lineage[at])]
-    names = [*path, *(t for t in tree.tables if tree.table_level(t) in path)]
-    chosen = draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
-    widths = {name: draw(st.sampled_from([0, 1, 3, 8])) for name in chosen}
-    call = make(
-        draw(st.sampled_from(OPS)),
-        tree,
-        widths,
-        level=leaf if draw(st.booleans()) else None,
-        dtype=draw(st.sampled_from(DTYPES)),
-        bias=draw(st.booleans()),
-        M=draw(st.sampled_from([1, 4])),
-        N=draw(st.sampled_from([1, 5])),
-    )
-    everything = st.just(list(call.inputs))
-    return call, draw(everything | st.lists(st.sampled_from(list(call.inputs)), unique=True))
 
 
 @every_impl

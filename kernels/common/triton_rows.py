@@ -20,6 +20,7 @@ from ikbo_tree.kernels.common.config import PROGRAMS, segment_tile
 from ikbo_tree.kernels.common.routes import Route
 from ikbo_tree.kernels.common.triton_folds import (
     LANES,
+    exponential,
     finite,
     fold,
     load_rows,
@@ -45,6 +46,18 @@ def _of_segment(ptr, segment, mine, cols, WIDTH: tl.constexpr):
         mask = mine[:, None] & (cols < WIDTH)[None, :]
         value = tl.load(ptr + at, mask=mask, other=0).to(tl.float32)
     return value
+
+
+@triton.jit
+def _exponential_of_difference(x, base, FULL: tl.constexpr):
+    """exp(x - base), for `FULL` with what the difference lost to rounding: up to |x| / 2 ulp."""
+    d = x - base
+    y = exponential(d, FULL)
+    if FULL:
+        b = d - x
+        lost = (x - (d - b)) - (base + b)
+        y += y * tl.where(lost == lost, lost, 0.0)  # NaN where x is infinite
+    return y
 
 
 @triton.jit
@@ -77,6 +90,7 @@ def _write(
         scale = tl.div_rn(tl.full([S, C], 1.0, tl.float32), tl.where(total == 0, 1.0, total))
         if OP == "logsumexp_grad":
             scale *= share
+    FULL: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     mean = weighted * scale
     base = finite(peak)
     for start in range(0, tl.max(length, axis=0), R):
@@ -87,7 +101,7 @@ def _write(
         if OP == "ties":
             y = (x == extreme[:, None, :]).to(tl.float32) * scale[:, None, :]
         else:
-            y = tl.exp(x - base[:, None, :]) * scale[:, None, :]
+            y = _exponential_of_difference(x, base[:, None, :], FULL) * scale[:, None, :]
             if OP == "softmax_grad":
                 g = load_rows(g_ptr, rows, inside, cols, g_stride, 0.0, WIDTH)
                 y *= g - mean[:, None, :]

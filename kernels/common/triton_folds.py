@@ -40,7 +40,7 @@ def exponential(x, FULL: tl.constexpr):
         power = tl.exp2(high)
         y = power + power * (low * LN2)
     else:
-        y = tl.exp(x)
+        y = tl.exp2(x * LOG2E)
     return y
 
 

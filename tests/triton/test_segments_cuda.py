@@ -75,11 +75,12 @@ def test_a_graph_captured_at_capacity_serves_smaller_trees(op, shuffled):
             # Dead rows hold NaN: they must not be read.
             x[len(counts) if op == "broadcast" else sum(counts) :] = float("nan")
             g[sum(counts) if op in ("broadcast", "softmax") else len(counts) :] = float("nan")
-        y.fill_(float("nan"))
-        dx.fill_(float("nan"))
+            y.fill_(float("nan"))
+            dx.fill_(float("nan"))
         graph.replay()
         want = step(op, x.detach().clone().requires_grad_(), g, smaller)
         for got, expected in zip((y, dx), want, strict=True):
+            got, expected = got.detach(), expected.detach()
             assert torch.equal(got.view(torch.int16), expected.view(torch.int16))
             assert not got.isnan().any()
 
@@ -179,8 +180,8 @@ def test_offsets_past_two_to_the_31():
     """Rows 2^31 elements apart, in memory that is one large buffer of bytes."""
     stride = 2**31 + 64
     free, _ = torch.cuda.mem_get_info()
-    if free < 3 * stride:
-        pytest.skip("needs 6 GiB")
+    if free < 6 * stride:
+        pytest.skip("needs 12 GiB")
     buffer = torch.empty(2 * stride + 64, dtype=torch.uint8, device="cuda")
     far = buffer.as_strided((3, 64), (stride, 1))
     far.copy_(torch.arange(3 * 64, device="cuda").view(3, 64) % 251)

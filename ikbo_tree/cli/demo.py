@@ -49,40 +49,35 @@ def demo(
     in turns, with fewer and fewer users above the same number of candidates.
     """
     points = _numbers(ratios)
-    printer = Printer()
-    results = Results(torch.device(device))
+    printer, results = Printer(), Results(torch.device(device), impl)
     traffic = Traffic(seed, device=results.device)
     torch.manual_seed(seed)
     flat, tree = FlatRanker(SIZES).to(device), TreeRanker(SIZES).to(device)
     tree.load_state_dict(flat.state_dict())
+    batches = [traffic.requests(users, ratio, number) for number in range(steps)]
+    printer.heading("One batch of requests: user -> vendor -> item")
+    printer.fan_outs(batches[0].tree)
     with ikbo.implementation(impl):
-        batches = [traffic.requests(users, ratio, number) for number in range(steps)]
-        printer.heading("One batch of requests: user -> vendor -> item")
-        printer.fan_outs(batches[0].tree)
-        curves, agreements = _train(flat, tree, batches)
+        losses, found = _train(flat, tree, batches)
         printer.heading(f"The same scores, and the same {steps} steps of training")
-        printer.agreements(agreements)
-        losses = curves[TREE]
-        printer.say(f"loss {losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last")
-
-        printer.heading(f"Costs of {candidates:,} candidates, float32, {device}")
+        printer.agreements(found)
+        printer.losses(losses[TREE])
         sweep, worst = _sweep(flat, tree, traffic, points, candidates, rounds, results)
-        for kind in (FORWARD, STEP):
-            rows = {f"{point:,.0f}": costs[kind] for point, costs in sweep.items()}
-            printer.costs(kind.capitalize(), "a user", rows)
+    results.checks |= {name: asdict(agreement) for name, agreement in found.items()}
+    results.checks["sweep_difference"] = worst
+    printer.heading(f"Costs of {candidates:,} candidates, float32, {device}")
+    for kind in (FORWARD, STEP):
+        rows = {f"{point:,.0f}": costs[kind] for point, costs in sweep.items()}
+        printer.costs(kind.capitalize(), "a user", rows)
+    printer.memory_measure()
     printer.say(f"largest difference between flat and tree scores of these: {worst:.1e}")
 
-    pictures.fan_out(out / "fan_out.png", batches[0].tree, "Fan-out of one batch of requests")
-    pictures.losses(out / "losses.png", curves, agreements["losses"])
-    by_kind = {kind: [costs[kind] for costs in sweep.values()] for kind in (FORWARD, STEP)}
-    pictures.costs_over_ratios(out / "costs.png", points, by_kind)
-    results.checks |= {name: asdict(found) for name, found in agreements.items()}
-    if json is not None:
-        results.write(json)
     written = [out / name for name in ("fan_out.png", "losses.png", "costs.png")]
-    printer.say(
-        "written: " + ", ".join(str(path) for path in [*written, *([json] if json else [])])
-    )
+    pictures.fan_out(written[0], batches[0].tree, "Fan-out of one batch of requests")
+    pictures.losses(written[1], losses, found["losses"])
+    by_kind = {kind: [costs[kind] for costs in sweep.values()] for kind in (FORWARD, STEP)}
+    pictures.costs_over_ratios(written[2], points, by_kind)
+    printer.written([*written, *results.write(json)])
 
 
 def _numbers(ratios: str) -> list[float]:
@@ -104,10 +99,8 @@ def _train(
     """Losses of all contenders, and how close scores (before training) and losses are."""
     scores = training.scores_agree(flat, tree, batches[:1])
     curves, losses = training.train(flat, tree, batches, learning_rate=0.01)
-    return (
-        {name: curves[name].losses for name in (FLAT, TREE, EXACT)},
-        {"scores": scores, "losses": losses},
-    )
+    by_name = {name: curves[name].losses for name in (FLAT, TREE, EXACT)}
+    return by_name, {"scores": scores, "losses": losses}
 
 
 def _sweep(
@@ -138,5 +131,4 @@ def _sweep(
         note = repr(requests.tree)
         results.add(workload, "fwd", sweep[ratio][FORWARD], note)
         results.add(workload, "fwd_bwd", sweep[ratio][STEP], note)
-    results.checks["sweep_difference"] = worst
     return sweep, worst

@@ -21,7 +21,7 @@ from ikbo_tree.demo.options import Device, Impl, Json, Out, Rounds, Seed
 from ikbo_tree.demo.ranker import FlatRanker, TreeRanker
 from ikbo_tree.demo.ratings import DataError, Ratings, load
 from ikbo_tree.demo.report import Printer, Results
-from ikbo_tree.demo.training import EXACT, FLAT, TREE
+from ikbo_tree.demo.training import EXACT, FLAT, TREE, Curve
 
 
 def movielens(
@@ -53,7 +53,7 @@ def movielens(
     float32 rounding explains, and so must their AUC on the ratings after the split. Then their
     costs: a training step, and scoring every movie for some users.
     """
-    printer, results = Printer(), Results(torch.device(device))
+    printer, results = Printer(), Results(torch.device(device), impl)
     log, split, requests, is_test = _read(data, test_share)
     _describe(printer, log.ratings, requests, is_test)
     torch.manual_seed(seed)
@@ -70,30 +70,19 @@ def movielens(
         curves, found["losses"] = training.train(flat, tree, batches, learning_rate=0.01)
         printer.heading(f"The same scores (untrained), and the same {len(batches)} training steps")
         printer.agreements(found)
+        printer.losses(curves[TREE].losses)
         _compare_auc(printer, results, models, tests)
-        peaks = {
-            name: peak_mb(training.step_call(model, batches[0]), results.device)
-            for name, model in models.items()
-        }
-        calls = {name: training.forward_call(model, everything) for name, model in models.items()}
-        scoring = measure(calls, rounds=rounds, device=results.device)
-
-    steps = {name: Cost(tuple(curves[name].step_ms), peaks[name]) for name in models}
-    _record(results, "fwd_bwd", batches[0], steps, f"{len(batches)} training steps with AdamW")
-    _record(results, "fwd", everything, scoring, "every movie scored")
+        costs = _costs(models, curves, batches[0], everything, rounds, results)
     results.checks |= {name: asdict(agreement) for name, agreement in found.items()}
-    costs = {f"train, {users} users": steps, f"all movies, {serve} users": scoring}
     printer.costs(f"Median costs, float32, {device}", "", costs)
+    printer.memory_measure()
 
-    losses = {name: curves[name].losses for name in (FLAT, TREE, EXACT)}
     written = [out / name for name in ("fan_out.png", "losses.png", "costs.png")]
     pictures.fan_out(written[0], requests.tree, "MovieLens-100K as user -> shelf -> movie")
+    losses = {name: curves[name].losses for name in (FLAT, TREE, EXACT)}
     pictures.losses(written[1], losses, found["losses"])
     pictures.costs_of_workloads(written[2], costs, "MovieLens-100K, flat and tree model")
-    if json is not None:
-        results.write(json)
-        written.append(json)
-    printer.say("written: " + ", ".join(str(path) for path in written))
+    printer.written([*written, *results.write(json)])
 
 
 def _read(data: Path | None, test_share: float) -> tuple[MovieLog, int, MovieRequests, Tensor]:
@@ -156,8 +145,23 @@ def _compare_auc(
         raise AssertionError(f"AUC {found[FLAT]} and {found[TREE]} differ by more than {allowed}")
 
 
-def _record(
-    results: Results, direction: str, batch: MovieRequests, costs: dict[str, Cost], note: str
-) -> None:
-    ratio = batch.tree.rows("movie") / max(1, batch.tree.rows("user"))
-    results.add(f"model-movielens-r{ratio:.0f}", direction, costs, f"{note}; {batch.tree!r}")
+def _costs(
+    models: dict[str, MovieRanker],
+    curves: dict[str, Curve],
+    batch: MovieRequests,
+    everything: MovieRequests,
+    rounds: int,
+    results: Results,
+) -> dict[str, dict[str, Cost]]:
+    """What the training steps that were made cost, and scoring every movie."""
+    steps, calls = {}, {}
+    for name, model in models.items():
+        peak = peak_mb(training.step_call(model, batch), results.device)
+        steps[name] = Cost(tuple(curves[name].step_ms), peak)
+        calls[name] = training.forward_call(model, everything)
+    scoring = measure(calls, rounds=rounds, device=results.device)
+    users, all_for = (some.tree.rows("user") for some in (batch, everything))
+    for some, direction, costs in ((batch, "fwd_bwd", steps), (everything, "fwd", scoring)):
+        ratio = some.tree.rows("movie") / some.tree.rows("user")
+        results.add(f"model-movielens-r{ratio:.0f}", direction, costs, repr(some.tree))
+    return {f"train, {users} users": steps, f"all movies, {all_for} users": scoring}

@@ -29,11 +29,13 @@ class Results:
 
     Attributes:
         device: where models ran.
+        impl: implementation of the tree's ops.
         records: costs, one for each contender, workload and direction.
         checks: what was compared, by name: differences, bounds, AUC.
     """
 
     device: torch.device
+    impl: str = "auto"
     records: list[dict[str, Any]] = field(default_factory=list)
     checks: dict[str, Any] = field(default_factory=dict)
 
@@ -46,8 +48,8 @@ class Results:
             costs: of `FLAT` and `TREE`.
             note: what else to know.
         """
-        # What auto takes on a CPU.
-        ours = "ikbo-torch" if self.device.type == "cpu" else "ikbo-auto"
+        automatic = self.impl == "auto" and self.device.type == "cpu"
+        ours = "ikbo-torch" if automatic else f"ikbo-{self.impl}"
         for name, cost in costs.items():
             self.records.append(
                 {
@@ -65,8 +67,10 @@ class Results:
                 }
             )
 
-    def write(self, path: Path) -> None:
-        """Writes the file, with versions, ceilings of the device and the command line."""
+    def write(self, path: Path | None) -> list[Path]:
+        """Writes the file, if one is wanted, with versions, ceilings and the command line."""
+        if path is None:
+            return []
         content = {
             "device": device_name(self.device),
             "date": datetime.now(UTC).date().isoformat(),
@@ -83,6 +87,7 @@ class Results:
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n")
+        return [path]
 
 
 class Printer:
@@ -136,6 +141,18 @@ class Printer:
             for name, found in results.items()
         ]
         self.table(["", "flat - tree", "flat - float64", "tree - float64", "allowed"], rows)
+
+    def losses(self, losses: Sequence[float]) -> None:
+        """Where training began and ended."""
+        self.say(f"loss {losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last")
+
+    def written(self, paths: Sequence[Path]) -> None:
+        """Which files there are."""
+        self.say("written: " + ", ".join(str(path) for path in paths))
+
+    def memory_measure(self) -> None:
+        """What the memory figures are."""
+        self.say("memory: the most that PyTorch's allocator had handed out at one time, in MiB")
 
     def costs(self, title: str, first: str, rows: Mapping[str, Mapping[str, Cost]]) -> None:
         """Flat and tree, time and memory, of workloads by name.

@@ -14,6 +14,7 @@ from torch import Tensor
 from ikbo_tree.kernels.common.config import row_tile
 from ikbo_tree.kernels.common.routes import Route
 from ikbo_tree.kernels.common.triton_lib import (
+    MAPS,
     FLOATS,
     alignment,
     flat_rows,
@@ -59,7 +60,7 @@ def forward(x: Tensor, route: Route) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["rows", "step"])
+@triton.jit(do_not_specialize=["rows", "step"], do_not_specialize_on_alignment=MAPS)
 def gather_kernel(
     x_ptr,
     out_ptr,

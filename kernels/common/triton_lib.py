@@ -24,6 +24,11 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _NOTHING = contextlib.nullcontext()
 
 
+MAPS = ["index_ptr", "offsets_ptr", "order_ptr", "live_ptr"]
+"""Arguments whose alignment Triton must not compile a kernel for: maps and live counts are views of
+one buffer (`ikbo_tree/tree/schema.py`) and begin anywhere in it."""
+
+
 def refused(device: torch.device, *dtypes: torch.dtype) -> str | None:
     """Why Triton cannot run on this device with these dtypes, or None: the core of `unsupported`.
 

@@ -29,7 +29,7 @@ from ikbo_tree.kernels.common.triton_folds import (
     short_segments,
     store_partial,
 )
-from ikbo_tree.kernels.common.triton_lib import alignment, flat_rows, guard, launch, rows_at
+from ikbo_tree.kernels.common.triton_lib import MAPS, alignment, flat_rows, guard, launch, rows_at
 from ikbo_tree.kernels.common.triton_segments import COUNTS, combine, partial_results
 
 PLANES = {"softmax": 2, "softmax_grad": 3, "logsumexp_grad": 2, "ties": 1}
@@ -214,7 +214,7 @@ def _short(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=[*COUNTS, "rows", "g_step"])
+@triton.jit(do_not_specialize=[*COUNTS, "rows", "g_step"], do_not_specialize_on_alignment=MAPS)
 def rows_kernel(
     x_ptr,
     g_ptr,

@@ -32,7 +32,7 @@ from ikbo_tree.kernels.common.triton_folds import (
     short_segments,
     store_partial,
 )
-from ikbo_tree.kernels.common.triton_lib import alignment, flat_rows, guard, launch
+from ikbo_tree.kernels.common.triton_lib import MAPS, alignment, flat_rows, guard, launch
 
 COUNTS = ["segments", "slots", "programs", "x_step"]
 """Arguments that Triton must not compile a kernel for: their values change with every batch."""
@@ -127,7 +127,7 @@ def _reduce_short(
     _finish(out_ptr, live_ptr, segment, mine, rows, cols, a, b, OP, WIDTH)
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=MAPS)
 def reduce_kernel(
     x_ptr,
     out_ptr,
@@ -208,7 +208,9 @@ def _combine_segment(
         _finish(out_ptr, live_ptr, one + segment, one == 0, one + length, cols, a, b, OP, WIDTH)
 
 
-@triton.jit(do_not_specialize=["segments", "slots", "candidates"])
+@triton.jit(
+    do_not_specialize=["segments", "slots", "candidates"], do_not_specialize_on_alignment=MAPS
+)
 def combine_kernel(
     out_ptr,
     partial_ptr,

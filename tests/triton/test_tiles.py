@@ -18,7 +18,7 @@ def _tiles(offsets_ptr, out_ptr, segments, rows, n_seed, T: tl.constexpr):
     tl.store(out_ptr + tile * 3 + 2, end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments"])
 def _segments(offsets_ptr, out_ptr, segments):
     row = tl.program_id(0) * 7
     tl.store(out_ptr + tl.program_id(0), find_segment(offsets_ptr, segments, row))

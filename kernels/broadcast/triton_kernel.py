@@ -14,8 +14,8 @@ from torch import Tensor
 from ikbo_tree.kernels.common.config import row_tile
 from ikbo_tree.kernels.common.routes import Route
 from ikbo_tree.kernels.common.triton_lib import (
-    MAPS,
     FLOATS,
+    MAPS,
     alignment,
     flat_rows,
     guard,

@@ -40,8 +40,6 @@ def register(
         def backward(ctx: Any, *grads: Any) -> Any:
             raise NotImplementedError(f"{qualified} has no derivative of its own (double backward)")
 
-    torch.library.register_autograd(
-        qualified, backward, setup_context=setup_context, lib=_LIBRARY
-    )
+    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_LIBRARY)
     overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
     return overload

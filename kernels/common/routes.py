@@ -56,4 +56,6 @@ def live_mask(rows: int, live: Tensor | None, like: Tensor) -> Tensor | None:
 def zero_dead_rows(x: Tensor, live: Tensor | None) -> Tensor:
     """`x` with zeros in its dead rows (contract 9), by selection, so that NaN there is dropped."""
     mask = live_mask(x.shape[0], live, x)
-    return x if mask is None else torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+    return (
+        x if mask is None else torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+    )

@@ -20,7 +20,8 @@ out = ikbo.target_attention(torch.randn(5, 1, 1, 4), {"user": (k, k)}, tree=tree
 assert out.shape == (5, 1, 1, 4), out.shape
 
 # A missing extra is a sentence with the pip line, not a traceback.
-run = subprocess.run([sys.executable, "-m", "ikbo_tree.cli", "demo"], capture_output=True, text=True)
+command = [sys.executable, "-m", "ikbo_tree.cli", "demo"]
+run = subprocess.run(command, capture_output=True, text=True)
 assert run.returncode == 1, run
 assert "pip install" in run.stderr, run
 assert "Traceback" not in run.stderr, run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -61,7 +62,7 @@ def fuzz(
         with Progress(*columns, console=out) as progress:
             task = progress.add_task(name, total=examples)
             failure: CheckError | None = find_failure(
-                name, on_example=lambda task=task: progress.advance(task), **options
+                name, on_example=partial(progress.advance, task), **options
             )
         if failure is not None:
             command = (

@@ -20,9 +20,11 @@ from ikbo_tree.kernels.target_attention.folded import (
     Piece,
     Spans,
     chunks,
-    put,
+    put_keys,
+    put_rows,
     sub_rows,
-    take,
+    take_keys,
+    take_rows,
 )
 from ikbo_tree.kernels.target_attention.memories import Memory
 
@@ -57,6 +59,10 @@ class Call(NamedTuple):
     def wide(self) -> torch.dtype:
         """Dtype of partial results."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    def widened(self, x: Tensor) -> Tensor:
+        """`x` in that dtype."""
+        return x if x.dtype == self.wide else x.to(self.wide)
 
     @property
     def limits(self) -> Limits:
@@ -135,12 +141,11 @@ def forward(call: Call, result: Result, *, first: bool) -> None:
     for chunk in call.chunks(limits):
         operands = _load_keys(call, chunk.keys)
         for piece in call.blocks(chunk.rows, limits):
-            o, lse = _attend(call, _fold(call.q, piece, call.wide), operands, options)
-            part = Result(_unfold(o, piece), _unfold(lse, piece))
+            part = _attend(call, call.widened(take_rows(call.q, piece)), operands, options)
             if not first:
-                part = merge(Result(*(take(x, piece, padded=False) for x in result)), part)
-            for whole, x in zip(result, part, strict=True):
-                put(whole, piece, x, padded=False)
+                part = merge(Result(*(take_rows(x, piece) for x in result)), part)
+            put_rows(result.o, piece, part.o)
+            put_rows(result.lse, piece, part.lse)
 
 
 def merge(a: Result, b: Result) -> Result:
@@ -162,23 +167,23 @@ def backward(call: Call, saved: Saved, sums: Sums, *, add_rows: bool, add_keys: 
         for piece in call.blocks(chunk.rows, limits):
             dq, *parts = _gradients(call, saved, sums, piece, operands, options)
             if sums.q is not None and dq is not None:
-                put(sums.q, piece, _unfold(dq, piece), padded=False, add=add_rows)
+                put_rows(sums.q, piece, dq, add=add_rows)
             totals = tuple(
                 x if total is None or x is None else total.add_(x)
                 for total, x in zip(totals, parts, strict=True)
             )
         for whole, total in zip(sums[1:], totals, strict=True):
             if whole is not None and total is not None:
-                put(whole, chunk.keys, total, padded=padded, add=add_keys)
+                put_keys(whole, chunk.keys, total, padded=padded, add=add_keys)
 
 
 def _load_keys(call: Call, piece: Piece) -> list[Operands]:
     """Operands of each g in range(groups)."""
     memory, padded = call.memory, not call.memory.packed
-    k, v = (take(x, piece, padded=padded).to(call.wide) for x in (memory.k, memory.v))
+    k, v = (call.widened(take_keys(x, piece, padded=padded)) for x in (memory.k, memory.v))
     bias = None
     if memory.bias is not None:
-        bias = take(memory.bias, piece, padded=padded).to(call.wide)
+        bias = call.widened(take_keys(memory.bias, piece, padded=padded))
         bias = bias.transpose(1, 2) if memory.bias_has_heads else bias.unsqueeze(1)
         bias = bias.unsqueeze(2)
     # A causal row lies before its segment's end, and so before what pads it.
@@ -191,17 +196,15 @@ def _load_keys(call: Call, piece: Piece) -> list[Operands]:
     return [Operands(k, v, bias[:, g :: call.groups]) for g in range(call.groups)]
 
 
-def _attend(
-    call: Call, q: Tensor, operands: list[Operands], options: core.Options
-) -> tuple[Tensor, Tensor]:
+def _attend(call: Call, q: Tensor, operands: list[Operands], options: core.Options) -> Result:
     if call.groups == 1:
-        return core.forward(q, *operands[0], options)
+        return Result(*core.forward(q, *operands[0], options))
     o = q.new_empty((*q.shape[:-1], operands[0].v.shape[-1]))
     lse = q.new_empty(q.shape[:-1])
     for g, keys in enumerate(operands):
         heads = slice(g, None, call.groups)
         o[:, :, heads], lse[:, :, heads] = core.forward(q[:, :, heads], *keys, options)
-    return o, lse
+    return Result(o, lse)
 
 
 def _gradients(
@@ -214,9 +217,9 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q [B, R, H, D], k and v [B, L, Hkv, ...] and bias [B, L, ...]."""
     needs = core.Needs(*(x is not None for x in sums))
-    q, o, lse = (_fold(x, piece, call.wide) for x in (call.q, saved.o, saved.lse))
-    do = _without_repetitions(saved.do, piece, call.wide)
-    dlse = None if saved.dlse is None else _without_repetitions(saved.dlse, piece, call.wide)
+    q, o, lse = (call.widened(take_rows(x, piece)) for x in (call.q, saved.o, saved.lse))
+    do = call.widened(_without_repetitions(saved.do, piece))
+    dlse = None if saved.dlse is None else _without_repetitions(saved.dlse, piece)
     rows = core.Rows(q, do, o, lse, dlse)
     dq = torch.empty_like(q) if call.groups > 1 and needs[0] else None
     dk: Tensor | None = None
@@ -245,21 +248,10 @@ def _join_bias(call: Call, parts: list[Tensor | None]) -> Tensor | None:
     return by_head.transpose(1, 2) if call.memory.bias_has_heads else by_head.sum(1)
 
 
-def _fold(x: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
-    """[B, R, ...] with all query rows of a segment in one dim, from [rows, n, ...]."""
-    folded: Tensor = take(x, piece, padded=False).flatten(1, 2).to(dtype)
-    return folded
-
-
-def _unfold(x: Tensor, piece: Piece) -> Tensor:
-    return x.view(x.shape[0], piece.width, x.shape[1] // piece.width, *x.shape[2:])
-
-
-def _without_repetitions(x: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
-    """`_fold` with zeros in the rows that repeat another, so that they add to no gradient."""
+def _without_repetitions(x: Tensor, piece: Piece) -> Tensor:
+    """`take_rows` with zeros in the rows that repeat another, so that they add to no gradient."""
+    rows = take_rows(x, piece)
     if piece.valid is None:
-        return _fold(x, piece, dtype)
-    rows = take(x, piece, padded=False)
-    valid = piece.valid.view(*piece.valid.shape, *[1] * (rows.dim() - 2))
-    folded: Tensor = rows.masked_fill(~valid, 0).flatten(1, 2).to(dtype)
-    return folded
+        return rows
+    valid = piece.valid.repeat_interleave(x.shape[1], dim=1)
+    return rows.masked_fill(~valid.view(*valid.shape, *[1] * (rows.dim() - 2)), 0)

@@ -21,9 +21,11 @@ Indices = NDArray[np.int64]
 
 VIEW_CALLS = 4
 """So few calls are made one by one, whatever their sizes."""
-ALONE = 1 << 14
+ALONE = 1 << 16
 """Elements of q, k and v from which a segment gets its own call among many: below, gathering it
-into a call with others costs less than another call (about 25 microseconds)."""
+into a call with others costs less than another call."""
+CALL_FLOPS = 1 << 22
+"""What a call costs, in operations of dense attention: about 80 microseconds of one core."""
 BUCKETS_AN_OCTAVE = 4
 """Gathered segments differ in rows, and in keys, by at most this fraction of an octave (19 %)."""
 
@@ -156,7 +158,7 @@ def chunks(rows: Spans, keys: Spans, limits: Limits, device: torch.device) -> It
         rows, keys = rows.take(some), keys.take(some)
     breaks = (~(rows.follows() & keys.follows())).nonzero()[0]
     first = np.concatenate(([0], breaks + 1))
-    sizes = np.diff(first, append=some.size)
+    sizes = np.concatenate((first[1:], [some.size])) - first
     if first.size <= VIEW_CALLS:
         large = np.ones(first.size, np.bool_)
     else:
@@ -179,21 +181,34 @@ def _block(spans: Spans, at: int, batch: int) -> Piece:
 
 
 def _gathered(rows: Spans, keys: Spans, limits: Limits, device: torch.device) -> Iterator[Chunk]:
+    for group in _groups(rows, keys, limits):
+        step = limits.segments(int(rows.counts[group].max()), int(keys.counts[group].max()))
+        for i in range(0, group.size, step):
+            which = group[i : i + step]
+            yield Chunk(_gather(rows.take(which), device), _gather(keys.take(which), device))
+
+
+def _groups(rows: Spans, keys: Spans, limits: Limits) -> Iterator[Indices]:
+    """Segments of about the same size: buckets, joined where a call costs more than padding."""
     buckets = [
         np.ceil(np.log2(counts) * BUCKETS_AN_OCTAVE).astype(np.int64)
         for counts in (rows.counts, keys.counts)
     ]
-    by_size = np.lexsort((*buckets,))
+    by_size = np.lexsort((rows.counts, *buckets))
     same = [bucket[by_size[1:]] == bucket[by_size[:-1]] for bucket in buckets]
-    ends = np.append((~(same[0] & same[1])).nonzero()[0] + 1, by_size.size)
-    begin = 0
-    for end in ends.tolist():
-        bucket = by_size[begin:end]
-        step = limits.segments(int(rows.counts[bucket].max()), int(keys.counts[bucket].max()))
-        for i in range(0, bucket.size, step):
-            which = bucket[i : i + step]
-            yield Chunk(_gather(rows.take(which), device), _gather(keys.take(which), device))
-        begin = end
+    starts = np.append(0, (~(same[0] & same[1])).nonzero()[0] + 1)
+    sizes = np.diff(starts, append=by_size.size).tolist()
+    most_rows = np.maximum.reduceat(rows.counts[by_size], starts).tolist()
+    most_keys = np.maximum.reduceat(keys.counts[by_size], starts).tolist()
+    affordable = CALL_FLOPS // max(1, 4 * limits.row_width)
+    begin, n, high, wide = 0, 0, 0, 0
+    for size, r, k in zip(sizes, most_rows, most_keys, strict=True):
+        pairs = (n + size) * max(high, r) * max(wide, k)
+        if n and pairs - n * high * wide - size * r * k > affordable:
+            yield by_size[begin : begin + n]
+            begin, n, high, wide = begin + n, 0, 0, 0
+        n, high, wide = n + size, max(high, r), max(wide, k)
+    yield by_size[begin:]
 
 
 def _gather(spans: Spans, device: torch.device) -> Piece:
@@ -222,39 +237,62 @@ def sub_rows(piece: Piece, most: int) -> Iterator[Piece]:
         yield Piece(1, end - at, piece.start + at, positions)
 
 
-def take(x: Tensor, piece: Piece, *, padded: bool) -> Tensor:
-    """[batch, width, ...] entries of `x`, a view where they are a block.
-
-    `x` is [entries, ...], or [rows, S, ...] if padded.
-    """
+def take_rows(x: Tensor, piece: Piece) -> Tensor:
+    """[batch, width * n, ...] of `x` [rows, n, ...]; a view where the rows are a block."""
     batch, width, start, positions, _ = piece
-    if positions is None and padded:
-        first = start // x.shape[1]
-        return x[first : first + batch, :width]
+    block = slice(start, start + batch * width)
+    rows = x[block] if positions is None else x.index_select(0, positions)
+    return rows.reshape(batch, width * x.shape[1], *x.shape[2:])
+
+
+def put_rows(x: Tensor, piece: Piece, value: Tensor, *, add: bool = False) -> None:
+    """Writes [batch, width * n, ...] where `take_rows` reads, or adds it; no repetitions."""
+    batch, width, start, positions, valid = piece
     if positions is None:
+        target = x[start : start + batch * width].view(value.shape)
+        if add:
+            target.add_(value)
+        else:
+            target.copy_(value)
+        return
+    _put(x, positions, valid, value.reshape(batch * width, *x.shape[1:]), add)
+
+
+def take_keys(x: Tensor, piece: Piece, *, padded: bool) -> Tensor:
+    """[batch, width, ...] of `x` [keys, ...], or of a padded [rows, S, ...]; a view of a block."""
+    batch, width, start, positions, _ = piece
+    if positions is None:
+        if padded:
+            first = start // x.shape[1]
+            return x[first : first + batch, :width]
         found = x[start : start + batch * width]
-    elif padded:
+    elif not padded:
+        found = x.index_select(0, positions)
+    elif x.stride(0) == x.shape[1] * x.stride(1):
+        found = x.flatten(0, 1).index_select(0, positions)
+    else:
         row = positions // x.shape[1]
         found = x[row, positions - row * x.shape[1]]
-    else:
-        found = x.index_select(0, positions)
     return found.view(batch, width, *x.shape[2 if padded else 1 :])
 
 
-def put(x: Tensor, piece: Piece, value: Tensor, *, padded: bool, add: bool = False) -> None:
-    """Writes [batch, width, ...] where `take` reads, or adds it; repetitions are left out."""
+def put_keys(x: Tensor, piece: Piece, value: Tensor, *, padded: bool, add: bool = False) -> None:
+    """Writes [batch, width, ...] where `take_keys` reads, or adds it; no repetitions."""
     if piece.positions is None:
-        target = take(x, piece, padded=padded)
+        target = take_keys(x, piece, padded=padded)
         if add:
             target.add_(value)
         else:
             target.copy_(value)
         return
     flat = x.flatten(0, 1) if padded else x
-    index, value = piece.positions, value.flatten(0, 1)
-    if piece.valid is not None:
-        valid = piece.valid.flatten()
-        index, value = index[valid], value[valid]
+    _put(flat, piece.positions, piece.valid, value.flatten(0, 1), add)
+
+
+def _put(x: Tensor, positions: Tensor, valid: Tensor | None, value: Tensor, add: bool) -> None:
+    if valid is not None:
+        kept = valid.flatten()
+        positions, value = positions[kept], value[kept]
     if add:
-        value = flat.index_select(0, index) + value
-    flat.index_copy_(0, index.to(torch.int64), value.to(flat.dtype))
+        value = x.index_select(0, positions) + value
+    x.index_copy_(0, positions.to(torch.int64), value.to(x.dtype))

@@ -138,6 +138,7 @@ def test_every_way_of_cutting(counts, form, monkeypatch):
     monkeypatch.setattr(engine, "ROWS_SHARE", 10**9)
     monkeypatch.setattr(engine, "CPU_KEYS", 1 << 10)
     monkeypatch.setattr(folded, "ALONE", 1 << 8)
+    monkeypatch.setattr(folded, "CALL_FLOPS", 1 << 10)
     tree = BroadcastTree.from_counts({"item": counts}, root="user")
     heads, widths = (2, 1), (4, 4)
     q = queries(tree, "item", 2, 2, 4)

@@ -38,8 +38,8 @@ def linear(
         tree: the tree whose rows these are.
         bias: [N].
         level: level of the result, at or below all names; default the finest of them.
-        partial_dtype: float16 or bfloat16 rounds what a level hands to the next; None (or float32)
-            keeps it in float32, so that splitting costs no accuracy.
+        partial_dtype: float16 or bfloat16 rounds what a level hands to the next, which is faster;
+            None (or float32) keeps it in float32, so that splitting costs no accuracy.
         impl: `"auto"`, `"reference"`, `"torch"`, `"triton"` or `"gluon"`.
 
     Returns:
@@ -86,8 +86,8 @@ def linear_compression(
         weights: for the same names W [M, K]. Their concatenation along K is the flat weight.
         tree: the tree whose rows these are.
         level: level of the result, at or below all names; default the finest of them.
-        partial_dtype: float16 or bfloat16 rounds what a level hands to the next; None (or float32)
-            keeps it in float32, so that splitting costs no accuracy.
+        partial_dtype: float16 or bfloat16 rounds what a level hands to the next, which is faster;
+            None (or float32) keeps it in float32, so that splitting costs no accuracy.
         impl: `"auto"`, `"reference"`, `"torch"`, `"triton"` or `"gluon"`.
 
     Returns:

@@ -23,7 +23,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Product(Protocol):
-    """How an op multiplies; all sums in the accumulator's dtype, rows in dim 0."""
+    """How an op multiplies, rows in dim 0. Sums are taken in the accumulator's dtype."""
 
     def out_shape(self, x: Tensor, weight: Tensor) -> tuple[int, ...]:
         """Shape of the product."""
@@ -32,29 +32,55 @@ class Product(Protocol):
         """`out = beta * out + product`, in place; whatever `out` held does not matter at beta 0."""
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """Gradient of x."""
+        """Gradient of x, rounded at most once."""
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Gradient of the weight, summed over rows."""
+        """Gradient of the weight, summed over rows, rounded at most once."""
 
 
-def operands(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as they are, where the device's GEMM takes 16-bit and gives float32; else widened."""
-    if a.is_cuda and torch.version.hip is None and a.dtype == b.dtype and a.dtype in _HALF:
+def operands(a: Tensor, b: Tensor, *, rounds: bool = False) -> tuple[Tensor, Tensor]:
+    """Two factors as the device's GEMM should get them: as they are, or widened.
+
+    Args:
+        a: one.
+        b: the other.
+        rounds: the product may come in their own dtype, rounded from float32; else it is wide.
+    """
+    if a.dtype == b.dtype and (_multiplies_wide(a) or (rounds and _multiplies_fast(a))):
         return a, b
     return cast(a, accumulator(a.dtype)), cast(b, accumulator(b.dtype))
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """The product of matrices, or of batches of them, summed wide and rounded at most once."""
+    multiply = torch.mm if a.dim() == 2 else torch.bmm
+    a, b = operands(a, b, rounds=True)
+    return multiply(a, b, out_dtype=torch.float32) if _multiplies_wide(a) else multiply(a, b)
+
+
+def _multiplies_wide(x: Tensor) -> bool:
+    """Whether GEMMs of such 16-bit operands can give float32 results."""
+    return x.is_cuda and torch.version.hip is None and x.dtype in _HALF
+
+
+def _multiplies_fast(x: Tensor) -> bool:
+    """Whether GEMMs of such 16-bit operands are faster than float32's.
+
+    On a CPU oneDNN's for bfloat16 are, twice; all others take 5 times as long as float32's.
+    """
+    return x.dtype in _HALF and (x.is_cuda or (x.dtype == torch.bfloat16 and _has_onednn()))
+
+
+@functools.cache
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and bool(
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x.to(dtype)`, whose call alone costs most of a microsecond where there is nothing to do."""
     return x if x.dtype == dtype else x.to(dtype)
-
-
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """The product of matrices, or of batches of them, in the accumulator's dtype."""
-    multiply = torch.mm if a.dim() == 2 else torch.bmm
-    a, b = operands(a, b)
-    return multiply(a, b, out_dtype=torch.float32) if a.dtype in _HALF else multiply(a, b)
 
 
 def forward(
@@ -100,20 +126,11 @@ def forward(
 def _result_dtype(x: Tensor, partial_dtype: torch.dtype | None) -> torch.dtype:
     """What a stage's sums are rounded to: the accumulator's dtype, unless partials are narrower.
 
-    Then a 16-bit GEMM may read them, add in float32 and round once. On a CPU only oneDNN's for
-    bfloat16 is fast (twice as fast as float32's); others take 5 times as long as float32's.
+    Then a 16-bit GEMM may read them, add in float32 and round once.
     """
-    if partial_dtype == x.dtype and (x.is_cuda or (x.dtype == torch.bfloat16 and _has_onednn())):
+    if partial_dtype == x.dtype and _multiplies_fast(x):
         return x.dtype
     return accumulator(x.dtype)
-
-
-@functools.cache
-def _has_onednn() -> bool:
-    """Whether this CPU's bfloat16 GEMMs are oneDNN's."""
-    return torch.backends.mkldnn.is_available() and bool(
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
 
 
 def _fill(out: Tensor, producers: list[tuple[Tensor, Tensor]], bias: Tensor | None) -> bool:

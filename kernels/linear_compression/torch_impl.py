@@ -34,7 +34,7 @@ class Batches:
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         """[rows, K, N] from `grad` [rows, M, N]."""
-        weight, grad = stages_torch.operands(weight, grad)
+        weight, grad = stages_torch.operands(weight, grad, rounds=True)
         return stages_torch.matmul(weight.t().expand(grad.shape[0], -1, -1), grad)
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:

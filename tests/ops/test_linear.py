@@ -1,5 +1,7 @@
 """`linear` and `linear_compression`: values and gradients against loops, and their contracts."""
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -333,6 +335,19 @@ def test_embeddings_of_another_width_are_an_error():
     w = {"user": torch.ones(6, 2), "item": torch.ones(6, 2)}
     with pytest.raises(TreeError, match=r'inputs\["item"\] must have N = 8'):
         ikbo.linear_compression(x, w, tree=tree)
+
+
+@every_op
+def test_backward_takes_the_implementation_of_forward(op, monkeypatch):
+    call = make(op, three_levels(), {"user": 2, "item": 3})
+    expected = results(call, "reference")
+    refused = importlib.import_module(f"ikbo_tree.kernels.{op}.torch_impl")
+    monkeypatch.delattr(refused, "backward")
+    x = call.x["item"].requires_grad_()
+    with ikbo.implementation("reference"):
+        out = call.run("auto")
+    (dx,) = torch.autograd.grad(out, x, call.grad)
+    assert torch.equal(dx, expected["x[item]"])
 
 
 @every_op

@@ -211,7 +211,7 @@ def add(
     peak: dict[str, float],
     result_mb: float,
 ) -> None:
-    """Records; notes say each time over ours, the median of the rounds' ratios, and extra memory."""
+    """Records; notes say each time over ours (median of the rounds' ratios) and extra memory."""
     ours = timings["ikbo-torch"]
     extra = {who: max(mb - result_mb, 0.0) for who, mb in peak.items()}
     notes = {who: f"{mb:.2f} MiB beyond results" for who, mb in extra.items()}

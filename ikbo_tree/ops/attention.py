@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,7 @@ from ikbo_tree.kernels.self_target_attention.op import (
     self_target_attention as _self_target_attention,
 )
 from ikbo_tree.kernels.target_attention.op import target_attention as _target_attention
-
-if TYPE_CHECKING:
-    from ikbo_tree.tree import BroadcastTree, Plan
+from ikbo_tree.tree import BroadcastTree, Plan
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -130,6 +130,8 @@ class Call:
             ties), so that moved inputs say nothing of rounding.
         variants: contexts in which `impl="reference"` computes the same by other formulas that are
             as good in float32; each gives evaluations for the budget.
+        entangled: NaN in one row may reach others of its segment that do not depend on it (a causal
+            mask, which contract 3 says nothing of).
         mixes_requests: rows of different root rows are combined, as in a reduction to a table.
     """
 
@@ -142,6 +144,7 @@ class Call:
     roundings: float = 1.0
     continuous: bool = True
     variants: tuple[Callable[[], AbstractContextManager[Any]], ...] = (nullcontext,)
+    entangled: bool = False
     mixes_requests: bool = False
 
     def tensors(

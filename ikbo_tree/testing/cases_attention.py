@@ -293,4 +293,13 @@ def _self_target_attention(tree: BroadcastTree, rng: np.random.Generator) -> Cal
     how = "padded" if owned.offsets is None else "packed"
     code = f'self_target_attention(..., {how}, level="{level}", of="{of}", causal={causal})'
     outputs = (Rows(**rows), Rows(level), Rows(**rows), Rows(level))
-    return Call("self_target_attention", code, inputs, outputs, run, oracle, variants=_VARIANTS)
+    return Call(
+        "self_target_attention",
+        code,
+        inputs,
+        outputs,
+        run,
+        oracle,
+        variants=_VARIANTS,
+        entangled=causal,
+    )

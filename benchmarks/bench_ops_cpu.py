@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated
 
+import cpu_attention
 import cpu_linear
 import torch
 import typer
@@ -19,6 +20,7 @@ FAMILIES: dict[str, Callable[[Results, int], None]] = {
     "linear_compression": lambda results, rounds: cpu_linear.bench(
         results, "linear_compression", rounds
     ),
+    "target_attention": cpu_attention.bench,
 }
 """For each op, what adds its records to the results; the second argument is rounds a workload."""
 

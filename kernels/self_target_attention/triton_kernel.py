@@ -202,7 +202,7 @@ def forward(
             memory.offsets,
             live,
             group.arguments(sizes.heads)[0],
-            *descriptors(group, tile, sizes.D, sizes.DV)[:2],
+            *descriptors(group, tile)[:2],
             group.sizes()[0],
             own.stride(0),
             own.stride(2),
@@ -242,7 +242,6 @@ def backward(
     sizes = Sizes(q, memory.v.shape[-1], scale)
     do_self, do, dlse_self, dlse = grads
     o_self, o, lse_self, lse = results
-    needs_delta = needs[2]
     found: list[Tensor | None] = [None, None, None, None]
     with guard(q):
         rows = Rows.of(q, torch.zeros_like(o) if do is None else do, o, lse, dlse)
@@ -251,13 +250,14 @@ def backward(
         entry_lse = [
             None if x is None else x.reshape(-1, 1, sizes.heads) for x in (lse_self, dlse_self)
         ]
-        own = Rows.of(*entry_rows, *entry_lse)  # type: ignore[arg-type]
-        if needs[0] or needs_delta:
-            found[0] = triton_backward.own_queries(own, memory, live_of, sizes, needs[0], causal)
-            if found[0] is not None:
-                found[0] = found[0].view(q_self.shape)
-        if needs[1] or needs_delta:
-            found[1] = triton_backward.queries(rows, [memory], live, sizes, needs[1])
+        own = Rows.of(*entry_rows, *entry_lse)
+        dq_self = triton_backward.own_queries(
+            own, memory, live_of, sizes, needs[0], needs[0] or needs[2], causal
+        )
+        found[0] = None if dq_self is None else dq_self.view(q_self.shape)
+        found[1] = triton_backward.queries(
+            rows, [memory], live, sizes, needs[1], needs[1] or needs[2]
+        )
         if needs[2] or needs[3]:
             found[2], found[3], _ = triton_backward.keys(
                 rows, memory, live, sizes, (needs[2], needs[3], False), own, live_of, causal

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ikbo_tree.kernels.common.gemm_forms import architecture, power_of_two
 from ikbo_tree.kernels.common.triton_lib import dot_precision
@@ -16,6 +18,7 @@ from ikbo_tree.kernels.target_attention.triton_groups import (
     Group,
     arguments,
     dense,
+    descriptor,
     descriptors,
     groups,
     own_tiles,
@@ -67,7 +70,8 @@ class Rows:
         o: [rows, n, H, DV], contiguous.
         lse: [rows, n, H], float32, contiguous.
         dlse: likewise, gradient of it, any float dtype; or None.
-        delta: like lse, written by `queries`.
+        stats: [2, H, rows * n or more] float32, written by `queries`: lse in units of log2 with inf
+            for -inf, and what softmax subtracts from each dP.
     """
 
     q: Tensor
@@ -75,18 +79,19 @@ class Rows:
     o: Tensor
     lse: Tensor
     dlse: Tensor | None
-    delta: Tensor
+    stats: Tensor
 
     @staticmethod
     def of(q: Tensor, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> Rows:
         """From tensors of any strides."""
+        pitch = -(-q.shape[0] * q.shape[1] // 4) * 4  # TMA wants 16 bytes
         return Rows(
             folded(q),
             folded(do),
             o.contiguous(),
             lse.contiguous(),
             None if dlse is None else dlse.contiguous(),
-            torch.empty_like(lse, memory_format=torch.contiguous_format),
+            lse.new_empty((2, q.shape[2], pitch)),
         )
 
     def arguments(self) -> tuple[Tensor | int, ...]:
@@ -99,9 +104,15 @@ class Rows:
             do,
             _pitch(do),
             do.stride(2),
-            self.lse,
-            self.delta,
+            self.stats[0],
+            self.stats[1],
+            self.stats.stride(1),
         )
+
+    def descriptors(self, size: int) -> list[Any]:
+        """Of q, dO and `stats`, with boxes of `size` rows; None where there can be none."""
+        found = [descriptor(x, size, x.shape[0] * x.shape[1], _pitch(x)) for x in (self.q, self.do)]
+        return [*found, TensorDescriptor.from_tensor(self.stats.flatten(0, 1), [1, size])]
 
 
 def folded(x: Tensor) -> Tensor:
@@ -116,14 +127,22 @@ def _pitch(x: Tensor) -> int:
 
 
 def queries(
-    rows: Rows, memories: Sequence[Memory], live: Tensor | None, sizes: Sizes, needed: bool
+    rows: Rows,
+    memories: Sequence[Memory],
+    live: Tensor | None,
+    sizes: Sizes,
+    needed: bool,
+    exact: bool = True,
 ) -> Tensor | None:
-    """Writes `rows.delta`, and returns the gradient of q if it is needed."""
+    """Writes `rows.stats`, and returns the gradient of q if it is needed.
+
+    exact: delta is, even if o was rounded to 16 bits.
+    """
     launches = groups(memories, sizes.n_seed)
-    exact = rows.q.element_size() < 4
+    exact = exact and rows.q.element_size() < 4
     last = len(launches) - 1
     dq = torch.empty(rows.q.shape, dtype=rows.q.dtype, device=rows.q.device) if needed else None
-    miss = torch.empty_like(rows.delta) if exact and last else None
+    miss = torch.empty_like(rows.lse) if exact and last else None
     call = _QueryCall(rows, live, sizes, miss, dq)
     if dq is not None and last == 0:
         call(launches[0], True, False, exact, True, True)
@@ -142,7 +161,13 @@ def queries(
 
 
 def own_queries(
-    own: Rows, memory: Memory, live: Tensor | None, sizes: Sizes, needed: bool, causal: bool
+    own: Rows,
+    memory: Memory,
+    live: Tensor | None,
+    sizes: Sizes,
+    needed: bool,
+    exact: bool,
+    causal: bool,
 ) -> Tensor | None:
     """`queries` for those that belong to a memory's own rows; zeros where they are no key's.
 
@@ -152,9 +177,10 @@ def own_queries(
         live: [1], live rows of the memory, or None.
         sizes: of the call.
         needed: whether their gradient is.
+        exact: delta is to be.
         causal: they attend to no later key.
     """
-    exact = own.q.element_size() < 4
+    exact = exact and own.q.element_size() < 4
     dq = torch.zeros(own.q.shape, dtype=own.q.dtype, device=own.q.device) if needed else None
     call = _QueryCall(own, live, sizes, None, dq, own=True, causal=causal)
     call(single(memory), needed, False, exact, True, True)
@@ -191,7 +217,7 @@ class _QueryCall:
             rows.o,
             rows.lse,
             rows.dlse,
-            rows.delta,
+            *rows.stats,
             self.miss,
             self.dq,
             self.part,
@@ -199,12 +225,13 @@ class _QueryCall:
             group.tiles.offsets,
             self.live,
             group.arguments(sizes.heads),
-            *descriptors(group, tile, sizes.D, sizes.DV),
+            *descriptors(group, tile),
             *group.sizes(),
             *rows.q.stride()[:3],
             *rows.do.stride()[:3],
             *counts,
             sizes.heads,
+            rows.stats.stride(1),
             sizes.scale,
             COUNT=len(group.memories),
             **sizes.widths(),
@@ -237,7 +264,7 @@ def keys(
     """Gradients of a memory's k, v and bias, those that are needed.
 
     Args:
-        rows: the query rows, with delta unless only v's gradient is needed.
+        rows: the query rows, after `queries`.
         memory: the memory.
         live: [1], live query rows, or None.
         sizes: of the call.
@@ -302,8 +329,10 @@ def _launch_keys(
         "DV_": results[1] is not None,
         "DB": results[2] is not None,
     }
+    usable = tile.descriptors and memory.order is None
     key_gradients[(programs,)](
         rows.arguments(),
+        *(rows.descriptors(tile.rows) if usable else (None, None, None)),
         None if own is None else own.arguments(),
         *results,
         part,
@@ -347,6 +376,6 @@ def _share(k: Tensor, sizes: Sizes, items: int, slot: int) -> tuple[int, int, Te
     if sizes.rows * sizes.n_seed > sizes.config.piece:
         few = items < running and items * sizes.config.pieces * slot <= WORKSPACE
         splits = sizes.config.pieces if few else 1
-        slots = items * splits if few else min(items, running)
+        slots = items * splits if few else 2 * min(items, running)
     part = torch.empty(max(1, slots * slot // 4), dtype=torch.float32, device=k.device)
     return min(items * splits, running), splits, part

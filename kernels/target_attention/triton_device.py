@@ -291,12 +291,11 @@ def store_nothing(
 
 
 @triton.jit
-def step(q, k, v, state, scale2, bias, valid, PRECISION: tl.constexpr):
-    """One block of keys into a softmax state.
+def weigh(scores, v, state, scale2, bias, valid, PRECISION: tl.constexpr):
+    """The values of one block of keys into a softmax state.
 
     Args:
-        q: [M, DP].
-        k: [N, DP].
+        scores: [M, N], not scaled.
         v: [N, DVP].
         state: see the module.
         scale2: factor of the scores, not negative.
@@ -305,7 +304,6 @@ def step(q, k, v, state, scale2, bias, valid, PRECISION: tl.constexpr):
         PRECISION: of float32 products.
     """
     peak, total, acc = state
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if bias is None and valid is None:
         shift = tl.maximum(peak, tl.max(scores, 1) * scale2)
         peak_now = shift
@@ -325,6 +323,31 @@ def step(q, k, v, state, scale2, bias, valid, PRECISION: tl.constexpr):
     acc = acc * decay[:, None]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return peak_now, total, acc
+
+
+@triton.jit
+def full_block(
+    memory,
+    desc,
+    ptr,
+    start,
+    at,
+    kv_head,
+    POS: tl.constexpr,
+    HEAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    N: tl.constexpr,
+):
+    """[N, PADDED] keys or values `at ... at + N - 1` of a row, none of which is left out.
+
+    POS, HEAD: where their strides are in `memory`.
+    """
+    if desc is None:
+        x = load_rows(ptr, memory[POS], at + tl.arange(0, N), None, WIDTH, PADDED)
+    else:
+        x = desc.load([(start + at).to(tl.int32), kv_head * memory[HEAD]])
+    return x
 
 
 @triton.jit
@@ -367,21 +390,17 @@ def attend(
     for at in tl.range(low, full, N, num_stages=STAGES):
         steps = at + tl.arange(0, N)
         bias = key_bias(memory, start, head, steps, None)
-        if memory[3] is not None:
+        if memory[3] is None:
+            valid = None
+            k = full_block(memory, k_desc, k_ptr, start, at, kv_head, 8, 9, D, DP, N)
+            v = full_block(memory, v_desc, v_ptr, start, at, kv_head, 11, 12, DV, DVP, N)
+        else:
             seen = seen_keys(memory, start, steps, None)
+            valid = seen[None, :]
             k = load_rows(k_ptr, memory[8], steps, seen, D, DP)
             v = load_rows(v_ptr, memory[11], steps, seen, DV, DVP)
-            state = step(q, k, v, state, scale2, bias, seen[None, :], PRECISION)
-        else:
-            if k_desc is None:
-                k = load_rows(k_ptr, memory[8], steps, None, D, DP)
-            else:
-                k = k_desc.load([(start + at).to(tl.int32), kv_head * memory[9]])
-            if v_desc is None:
-                v = load_rows(v_ptr, memory[11], steps, None, DV, DVP)
-            else:
-                v = v_desc.load([(start + at).to(tl.int32), kv_head * memory[12]])
-            state = step(q, k, v, state, scale2, bias, None, PRECISION)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        state = weigh(scores, v, state, scale2, bias, valid, PRECISION)
     for at in tl.range(full, high, N, num_stages=1):
         steps = at + tl.arange(0, N)
         seen = seen_keys(memory, start, steps, steps < high)
@@ -391,5 +410,6 @@ def attend(
         valid = seen[None, :]
         if limit is not None:
             valid = valid & (steps[None, :] <= limit[:, None])
-        state = step(q, k, v, state, scale2, bias, valid, PRECISION)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        state = weigh(scores, v, state, scale2, bias, valid, PRECISION)
     return state

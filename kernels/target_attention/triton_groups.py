@@ -160,33 +160,43 @@ def dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor | None:
-    """Keys or values [..., heads, width] as [entries, columns] with a box of `rows` of one head.
+def descriptor(x: Tensor, rows: int, entries: int, pitch: int) -> TensorDescriptor | None:
+    """[..., heads, width] as [entries, columns] with a box of `rows` of one head, for TMA.
+
+    Args:
+        x: whose entries lie at one distance, `pitch`.
+        rows: of the box.
+        entries: in all.
+        pitch: distance of entries.
 
     Returns:
-        None where TMA cannot: strides that do not join or are no multiple of 16 bytes, a width that
-        is no power of two.
+        None where TMA cannot: strides that are no multiple of 16 bytes, a width that is no power of
+        two.
     """
-    pitch, head = x.stride(-3), x.stride(-2)
+    head, width = x.stride(-2), x.shape[-1]
     unit = 16 // x.element_size()
-    if x.dim() == 4 and x.shape[0] > 1 and x.stride(0) != x.shape[1] * pitch:
-        return None
-    if width != power_of_two(width) or width < unit or x.data_ptr() % 16:
-        return None
-    entries = x.numel() // max(1, x.shape[-1] * x.shape[-2])
-    if pitch % unit or head % unit or not 0 < entries < 2**31:
-        return None
     columns = (x.shape[-2] - 1) * head + width
-    if pitch < columns:
+    if width != power_of_two(width) or width < max(16, unit) or x.data_ptr() % 16:
+        return None
+    if pitch % unit or head % unit or pitch < columns or not 0 < entries < 2**31:
         return None
     return TensorDescriptor(x, [entries, columns], [pitch, 1], [rows, width])
 
 
-def descriptors(group: Group, tile: Tile, width: int, value_width: int) -> list[Any]:
+def _key_descriptor(x: Tensor, rows: int) -> TensorDescriptor | None:
+    """Of keys or values."""
+    pitch, entries = x.stride(-3), x.shape[:-2].numel()
+    if x.dim() == 4 and x.shape[0] > 1 and x.stride(0) != x.shape[1] * pitch:
+        return None
+    return descriptor(x, rows, entries, pitch)
+
+
+def descriptors(group: Group, tile: Tile) -> list[Any]:
     """Descriptors of k and v of each memory, `2 * MOST` with None for what is missing."""
     found: list[Any] = []
     for memory in group.memories:
         usable = tile.descriptors and memory.mask is None
-        for x, columns in ((memory.k, width), (memory.v, value_width)):
-            found.append(descriptor(dense(x), tile.keys, columns) if usable else None)
+        found += [
+            _key_descriptor(dense(x), tile.keys) if usable else None for x in (memory.k, memory.v)
+        ]
     return found + [None] * (2 * MOST - len(found))

@@ -103,9 +103,8 @@ def backward(
     sizes = Sizes(q, memories[0].v.shape[-1], scale)
     with guard(q):
         rows = triton_backward.Rows.of(q, grad_o, o, lse, grad_lse)
-        dq = None
-        if needs[0] or any(k or bias for k, _, bias in each):
-            dq = triton_backward.queries(rows, memories, live, sizes, needs[0])
+        exact = needs[0] or any(k or bias for k, _, bias in each)
+        dq = triton_backward.queries(rows, memories, live, sizes, needs[0], exact)
         found = [
             triton_backward.keys(rows, m, live, sizes, needed)
             if any(needed)
@@ -133,7 +132,7 @@ def _rows(
         group.tiles.offsets,
         live,
         group.arguments(sizes.heads),
-        *descriptors(group, tile, sizes.D, sizes.DV),
+        *descriptors(group, tile),
         *group.sizes(),
         *q.stride()[:3],
         sizes.rows,

@@ -24,9 +24,10 @@ from ikbo_tree.kernels.target_attention.triton_device import (
     seen_keys,
 )
 from ikbo_tree.kernels.target_attention.triton_keys import (
+    add_part,
     find_keys,
     find_queries,
-    load_part,
+    finish_part,
     over_rows,
     piece_rows,
     store_keys,
@@ -39,6 +40,9 @@ _SIZES = ["size", "rows", "owners", "n_seed", "items", "splits"]
 @triton.jit(do_not_specialize=_SIZES)
 def key_gradients(
     queries,
+    q_desc,
+    do_desc,
+    stats_desc,
     own_queries,
     dk_ptr,
     dv_ptr,
@@ -77,13 +81,14 @@ def key_gradients(
 ):
     """Items `counter_ptr` ... `items - 1`, each of them `splits` times.
 
-    queries: (q, q_seed, q_head, dO, do_seed, do_head, lse, delta); q and dO have one stride for
-    folded rows, lse and delta [rows, n_seed, heads] are contiguous. own_queries: with SELF, the
+    queries: (q, q_seed, q_head, dO, do_seed, do_head, lse2, delta, pitch); q and dO have one stride
+    for folded rows; lse2, the log-sum-exp in units of log2 with inf for -inf, and delta lie `pitch`
+    apart for each head. q_desc, do_desc, stats_desc: see `over_rows`. own_queries: with SELF, the
     same of queries that the memory's rows have, one a key; CAUSAL: they see no later key.
     dk_ptr, dv_ptr: contiguous, like k and v. Of a packed memory, only keys that have an owner are
     written. db_ptr: float32 [entries, heads], zeros where nothing is written.
-    part_ptr: slots of N * (DP + DVP + heads that share keys) floats, one for each program, or with
-    `splits` = PIECES for each item and piece. counter_ptr: [1] int32, zero.
+    part_ptr: slots of N * (DP + DVP + heads that share keys) floats, two for each program, or with
+    `splits` = PIECES one for each item and piece. counter_ptr: [1] int32, zero.
     order_ptr, offsets_ptr, live_ptr: as in `forward_rows`, of the memory's route; owners_live_ptr:
     [1] its live rows or None, with SELF. memory, size: see triton_device. rows, owners: of the
     queries and of the memory. scale: of the scores. DK, DV_, DB: which gradients are wanted.
@@ -122,11 +127,12 @@ def key_gradients(
             seen = seen_keys(memory, start, keys, keys < length)
             k = load_rows(k_ptr, memory[8], keys, seen, D, DP)
             v = load_rows(v_ptr, memory[11], keys, seen, DV, DVP)
+            pitch = N * (DP + DVP + shared)
             for piece in range(item % splits, pieces, splits):
-                slot = tl.program_id(0) if splits == 1 else item - item % splits + piece
-                part = part_ptr + slot.to(tl.int64) * (N * (DP + DVP + shared))
-                carried = (splits == 1) & (piece > 0)
-                done = (pieces == 1) | ((splits == 1) & (piece == pieces - 1))
+                slot = 2 * tl.program_id(0) if splits == 1 else item - item % splits + piece
+                part = part_ptr + slot.to(tl.int64) * pitch
+                if splits == 1 and piece == 0:
+                    part += pitch
                 dk = tl.zeros((N, DP), tl.float32)
                 dv = tl.zeros((N, DVP), tl.float32)
                 for g in range(shared):
@@ -143,12 +149,16 @@ def key_gradients(
                             bias,
                             _at_head(own_queries, head),
                             None,
+                            None,
+                            None,
+                            None,
                             start,
                             tl.minimum(first, length),
                             clear,
                             length,
                             1,
                             heads,
+                            head,
                             scale * LOG2E,
                             keys,
                             D,
@@ -168,6 +178,9 @@ def key_gradients(
                         v,
                         bias,
                         _at_head(queries, head),
+                        q_desc,
+                        do_desc,
+                        stats_desc,
                         order_ptr,
                         begin,
                         piece * each,
@@ -175,6 +188,7 @@ def key_gradients(
                         tl.minimum((piece + 1) * each, count),
                         n_seed,
                         heads,
+                        head,
                         scale * LOG2E,
                         keys,
                         D,
@@ -190,22 +204,11 @@ def key_gradients(
                     )
                     dk, dv, db = sums
                     if DB:
-                        db_part = part + N * (DP + DVP + g) + tl.arange(0, N)
-                        if carried:
-                            db += tl.load(db_part)
-                        if done:
+                        if pieces == 1:
                             tl.store(db_ptr + (start + keys) * heads + head, db, mask=seen)
                         else:
-                            tl.store(db_part, db)
-                if carried:
-                    # The stores of the piece before are other threads' too.
-                    tl.debug_barrier()
-                    if DK:
-                        dk += load_part(part, N, DP)
-                    if DV_:
-                        dv += load_part(part + N * DP, N, DVP)
-                    tl.debug_barrier()
-                if done:
+                            tl.store(part + N * (DP + DVP + g) + tl.arange(0, N), db)
+                if pieces == 1:
                     if DK:
                         store_keys(
                             dk_ptr, start, keys, end, seen, kv_heads, kv_head, dk * scale, D, DP
@@ -217,7 +220,115 @@ def key_gradients(
                         store_part(part, dk, DP)
                     if DV_:
                         store_part(part + N * DP, dv, DVP)
+                    if splits == 1:
+                        # Other threads of this program read what this one wrote, and the reverse.
+                        tl.debug_barrier()
+                        if piece > 0:
+                            _add(part + pitch, part, shared, DP, DVP, N, DK, DV_, DB)
+                            tl.debug_barrier()
+                        if piece == pieces - 1:
+                            _finish(
+                                part + pitch,
+                                dk_ptr,
+                                dv_ptr,
+                                db_ptr,
+                                start,
+                                low,
+                                end,
+                                length,
+                                memory,
+                                heads,
+                                kv_heads,
+                                kv_head,
+                                scale,
+                                D,
+                                DV,
+                                DP,
+                                DVP,
+                                N,
+                                DK,
+                                DV_,
+                                DB,
+                            )
+                            tl.debug_barrier()
         item = tl.atomic_add(counter_ptr, 1)
+
+
+@triton.jit
+def _add(
+    total,
+    part,
+    shared,
+    DP: tl.constexpr,
+    DVP: tl.constexpr,
+    N: tl.constexpr,
+    DK: tl.constexpr,
+    DV_: tl.constexpr,
+    DB: tl.constexpr,
+):
+    """Adds a slot's sums to another's."""
+    if DK:
+        add_part(total, part, N * DP, 16 * DP)
+    if DV_:
+        add_part(total + N * DP, part + N * DP, N * DVP, 16 * DVP)
+    if DB:
+        for g in range(shared):
+            at = N * (DP + DVP + g)
+            add_part(total + at, part + at, N, N)
+
+
+@triton.jit
+def _finish(
+    total,
+    dk_ptr,
+    dv_ptr,
+    db_ptr,
+    start,
+    low,
+    end,
+    length,
+    memory,
+    heads,
+    kv_heads,
+    kv_head,
+    scale,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    DP: tl.constexpr,
+    DVP: tl.constexpr,
+    N: tl.constexpr,
+    DK: tl.constexpr,
+    DV_: tl.constexpr,
+    DB: tl.constexpr,
+):
+    """Writes the gradients that a slot's sums come to."""
+    if DK:
+        finish_part(
+            total, dk_ptr, start, low, end, length, memory, kv_heads, kv_head, scale, D, DP, N
+        )
+    if DV_:
+        finish_part(
+            total + N * DP,
+            dv_ptr,
+            start,
+            low,
+            end,
+            length,
+            memory,
+            kv_heads,
+            kv_head,
+            1.0,
+            DV,
+            DVP,
+            N,
+        )
+    if DB:
+        keys = low + tl.arange(0, N)
+        seen = seen_keys(memory, start, keys, keys < length)
+        shared = heads // kv_heads
+        for g in range(shared):
+            db = tl.load(total + N * (DP + DVP + g) + tl.arange(0, N))
+            tl.store(db_ptr + (start + keys) * heads + kv_head * shared + g, db, mask=seen)
 
 
 @triton.jit
@@ -229,8 +340,10 @@ def _at_head(queries, head):
         queries[1],
         queries[3] + head * queries[5],
         queries[4],
-        queries[6] + head,
-        queries[7] + head,
+        queries[6] + head * queries[8],
+        queries[7] + head * queries[8],
+        (head * queries[2]).to(tl.int32),
+        (head * queries[5]).to(tl.int32),
     )
 
 
@@ -287,30 +400,37 @@ def combine_pieces(
         pieces = tl.cdiv(count, piece_rows(count, PIECE, PIECES, M))
         if pieces > 1:
             _, _, length, start = locate(memory, size, owner, kv_head)
-            keys = low + tl.arange(0, N)
             end = size
             if memory[7] is None:
                 end = length
-            seen = seen_keys(memory, start, keys, keys < length)
             pitch = N * (DP + DVP + shared)
-            part = part_ptr + item.to(tl.int64) * splits * pitch
-            if DK:
-                dk = load_part(part, N, DP)
-                for piece in range(1, pieces):
-                    dk = load_part(part + piece * pitch, N, DP) + dk
-                store_keys(dk_ptr, start, keys, end, seen, kv_heads, kv_head, dk * scale, D, DP)
-            if DV_:
-                dv = load_part(part + N * DP, N, DVP)
-                for piece in range(1, pieces):
-                    dv = load_part(part + N * DP + piece * pitch, N, DVP) + dv
-                store_keys(dv_ptr, start, keys, end, seen, kv_heads, kv_head, dv, DV, DVP)
-            if DB:
-                for g in range(shared):
-                    at = part + N * (DP + DVP + g) + tl.arange(0, N)
-                    db = tl.load(at)
-                    for piece in range(1, pieces):
-                        db = tl.load(at + piece * pitch) + db
-                    tl.store(db_ptr + (start + keys) * heads + kv_head * shared + g, db, mask=seen)
+            total = part_ptr + item.to(tl.int64) * splits * pitch
+            for piece in range(1, pieces):
+                _add(total, total + piece * pitch, shared, DP, DVP, N, DK, DV_, DB)
+            tl.debug_barrier()
+            _finish(
+                total,
+                dk_ptr,
+                dv_ptr,
+                db_ptr,
+                start,
+                low,
+                end,
+                length,
+                memory,
+                heads,
+                kv_heads,
+                kv_head,
+                scale,
+                D,
+                DV,
+                DP,
+                DVP,
+                N,
+                DK,
+                DV_,
+                DB,
+            )
 
 
 @triton.jit(do_not_specialize=["entries"])

@@ -10,11 +10,10 @@ import triton.language as tl
 from ikbo_tree.kernels.common.triton_lib import live_rows
 from ikbo_tree.kernels.common.triton_tiles import find_segment, find_tile
 from ikbo_tree.kernels.target_attention.triton_device import (
-    LOG2E,
-    NOTHING,
     flat_rows,
     key_span,
     load_rows,
+    seen_keys,
     store_rows,
 )
 
@@ -133,6 +132,9 @@ def over_rows(
     v,
     bias,
     rows,
+    q_desc,
+    do_desc,
+    stats_desc,
     order_ptr,
     begin,
     low,
@@ -140,6 +142,7 @@ def over_rows(
     high,
     n_seed,
     heads,
+    head,
     scale2,
     keys,
     D: tl.constexpr,
@@ -155,32 +158,50 @@ def over_rows(
 ):
     """The query rows `low ... high - 1` of a segment, one head, into the sums of a tile of keys.
 
-    `rows` is (q, stride, dO, stride, lse, delta): pointers at the head, strides of folded rows.
+    `rows` is (q, stride, dO, stride, lse2, delta, column of q, of dO): pointers at the head,
+    strides of folded rows, the head's first columns. q_desc, do_desc: descriptors of q and dO as
+    [folded rows, columns] with boxes of M rows and the padded width, or None; stats_desc: of lse2
+    and behind it delta as [2 * heads, folded rows], with boxes of 1 and M, or None.
     Rows before `clear` do not attend to keys of a greater number than their own; `keys` [N] are
     the tile's.
     """
-    q_ptr, q_seed, do_ptr, do_seed, lse_ptr, delta_ptr = rows
+    q_ptr, q_seed, do_ptr, do_seed, lse2_ptr, delta_ptr, q_column, do_column = rows
+    block = tl.arange(0, M)
     full = clear + tl.maximum(high - clear, 0) // M * M
     for at in tl.range(clear, full, M, num_stages=STAGES):
-        steps = at + tl.arange(0, M)
-        flat = flat_rows(order_ptr, begin, steps, None, n_seed)
-        q = load_rows(q_ptr, q_seed, flat, None, D, DP)
-        do = load_rows(do_ptr, do_seed, flat, None, DV, DVP)
-        lse = tl.load(lse_ptr + flat * heads)
-        lse2 = tl.where(lse == NOTHING, float("inf"), lse * LOG2E)
-        delta = tl.load(delta_ptr + flat * heads)
+        if order_ptr is None:
+            line = begin.to(tl.int64) * n_seed + at
+            if stats_desc is None:
+                lse2 = tl.load(lse2_ptr + line + block)
+                delta = tl.load(delta_ptr + line + block)
+            else:
+                lse2 = stats_desc.load([head, line.to(tl.int32)]).reshape(M)
+                delta = stats_desc.load([heads + head, line.to(tl.int32)]).reshape(M)
+            if q_desc is None:
+                q = load_rows(q_ptr + line * q_seed, q_seed, block, None, D, DP)
+            else:
+                q = q_desc.load([line.to(tl.int32), q_column])
+            if do_desc is None:
+                do = load_rows(do_ptr + line * do_seed, do_seed, block, None, DV, DVP)
+            else:
+                do = do_desc.load([line.to(tl.int32), do_column])
+        else:
+            flat = flat_rows(order_ptr, begin, at + block, None, n_seed)
+            q = load_rows(q_ptr, q_seed, flat, None, D, DP)
+            do = load_rows(do_ptr, do_seed, flat, None, DV, DVP)
+            lse2 = tl.load(lse2_ptr + flat)
+            delta = tl.load(delta_ptr + flat)
         sums = _block(sums, k, v, q, do, lse2, delta, bias, scale2, None, DK, DV_, DB, PRECISION)
     before = tl.cdiv(tl.minimum(clear, high) - low, M)
     for turn in tl.range(0, before + tl.cdiv(tl.maximum(high - full, 0), M), num_stages=1):
         at = tl.where(turn < before, low + turn * M, full + (turn - before) * M)
-        steps = at + tl.arange(0, M)
+        steps = at + block
         valid = steps < high
         flat = flat_rows(order_ptr, begin, steps, valid, n_seed)
         q = load_rows(q_ptr, q_seed, flat, valid, D, DP)
         do = load_rows(do_ptr, do_seed, flat, valid, DV, DVP)
-        lse = tl.load(lse_ptr + flat * heads, mask=valid, other=NOTHING)
-        lse2 = tl.where(lse == NOTHING, float("inf"), lse * LOG2E)
-        delta = tl.load(delta_ptr + flat * heads, mask=valid, other=0.0)
+        lse2 = tl.load(lse2_ptr + flat, mask=valid, other=float("inf"))
+        delta = tl.load(delta_ptr + flat, mask=valid, other=0.0)
         seen = (steps >= clear)[None, :] | (keys[:, None] <= steps[None, :])
         sums = _block(sums, k, v, q, do, lse2, delta, bias, scale2, seen, DK, DV_, DB, PRECISION)
     return sums
@@ -188,15 +209,44 @@ def over_rows(
 
 @triton.jit
 def store_part(part_ptr, x, WIDTH: tl.constexpr):
-    """A tile [N, WIDTH], for a program that goes on with it."""
+    """Leaves a tile [N, WIDTH] of float32 sums for `add_part` or `finish_part`."""
     at = tl.arange(0, x.shape[0])[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     tl.store(part_ptr + at, x)
 
 
 @triton.jit
-def load_part(part_ptr, N: tl.constexpr, WIDTH: tl.constexpr):
-    """What `store_part` stored."""
-    return tl.load(part_ptr + tl.arange(0, N)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :])
+def add_part(total_ptr, part_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Total [SIZE] = part + total, a little at a time: it runs where registers are full."""
+    tl.static_assert(SIZE % BLOCK == 0, "what is left over would not be added")
+    for low in range(0, SIZE, BLOCK):
+        at = low + tl.arange(0, BLOCK)
+        tl.store(total_ptr + at, tl.load(part_ptr + at) + tl.load(total_ptr + at))
+
+
+@triton.jit
+def finish_part(
+    total_ptr,
+    ptr,
+    start,
+    low,
+    end,
+    length,
+    memory,
+    kv_heads,
+    kv_head,
+    scale,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Writes total [N, PADDED] * scale to a gradient like k or v; see `store_keys`."""
+    ROWS: tl.constexpr = 16
+    for row in range(0, N, ROWS):
+        at = row + tl.arange(0, ROWS)
+        keys = low + at
+        seen = seen_keys(memory, start, keys, keys < length)
+        x = tl.load(total_ptr + at[:, None] * PADDED + tl.arange(0, PADDED)[None, :])
+        store_keys(ptr, start, keys, end, seen, kv_heads, kv_head, x * scale, WIDTH, PADDED)
 
 
 @triton.jit

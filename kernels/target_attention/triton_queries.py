@@ -23,6 +23,7 @@ from ikbo_tree.kernels.target_attention.triton_device import (
     find_rows,
     flat_offsets,
     flat_rows,
+    full_block,
     key_bias,
     load_rows,
     locate,
@@ -103,28 +104,20 @@ def _walk(
         full = tl.minimum(tl.min(limit) + 1, length)
         length = tl.minimum(tl.max(limit) + 1, length)
     full = full // N * N
+    kv_head = head // memory[15]
     for at in tl.range(0, full, N, num_stages=STAGES):
         steps = at + tl.arange(0, N)
         bias = key_bias(memory, start, head, steps, None)
-        if memory[3] is not None:
+        if memory[3] is None:
+            valid = None
+            k = full_block(memory, k_desc, k_ptr, start, at, kv_head, 8, 9, D, DP, N)
+            v = full_block(memory, v_desc, v_ptr, start, at, kv_head, 11, 12, DV, DVP, N)
+        else:
             seen = seen_keys(memory, start, steps, None)
+            valid = seen[None, :]
             k = load_rows(k_ptr, memory[8], steps, seen, D, DP)
             v = load_rows(v_ptr, memory[11], steps, seen, DV, DVP)
-            sums = _block(
-                sums, q, do, k, v, lse2, delta, scale2, bias, seen[None, :], DQ, SQUARES, PRECISION
-            )
-        else:
-            if k_desc is None:
-                k = load_rows(k_ptr, memory[8], steps, None, D, DP)
-            else:
-                k = k_desc.load([(start + at).to(tl.int32), head // memory[15] * memory[9]])
-            if v_desc is None:
-                v = load_rows(v_ptr, memory[11], steps, None, DV, DVP)
-            else:
-                v = v_desc.load([(start + at).to(tl.int32), head // memory[15] * memory[12]])
-            sums = _block(
-                sums, q, do, k, v, lse2, delta, scale2, bias, None, DQ, SQUARES, PRECISION
-            )
+        sums = _block(sums, q, do, k, v, lse2, delta, scale2, bias, valid, DQ, SQUARES, PRECISION)
     for at in tl.range(full, length, N, num_stages=1):
         steps = at + tl.arange(0, N)
         seen = seen_keys(memory, start, steps, steps < length)
@@ -162,13 +155,25 @@ def too_far(miss, ds_squares, p_squares, valid, DTYPE: tl.constexpr):
     return valid & ((miss * tl.sqrt(p_squares) > 0.5 * noise) | (miss > 2.0 * noise))
 
 
-@triton.jit(do_not_specialize=["size0", "size1", "size2", "size3", "rows", "segments", "n_seed"])
+@triton.jit(
+    do_not_specialize=[
+        "size0",
+        "size1",
+        "size2",
+        "size3",
+        "rows",
+        "segments",
+        "n_seed",
+        "stats_pitch",
+    ]
+)
 def query_gradients(
     q_ptr,
     do_ptr,
     o_ptr,
     lse_ptr,
     dlse_ptr,
+    lse2_ptr,
     delta_ptr,
     miss_ptr,
     dq_ptr,
@@ -199,6 +204,7 @@ def query_gradients(
     segments,
     n_seed,
     heads,
+    stats_pitch,
     scale,
     COUNT: tl.constexpr,
     D: tl.constexpr,
@@ -220,8 +226,9 @@ def query_gradients(
 ):
     """A tile of query rows and one head, over the keys of up to four memories.
 
-    Laid out as in `forward_tile`, with do_ptr like o, delta_ptr like lse, dq_ptr contiguous like q
-    and part_ptr, dq in float32, for what one launch leaves for the next.
+    Laid out as in `forward_tile`, with do_ptr like o, dq_ptr contiguous like q and part_ptr, dq in
+    float32, for what one launch leaves for the next. delta_ptr and lse2_ptr, the log-sum-exp in
+    units of log2 with inf for -inf, have a row of `stats_pitch` for each head.
 
     DQ: dq is wanted; otherwise delta alone. KNOWN: delta_ptr has the right delta; otherwise it is
     written. EXACT: delta is corrected as this module describes; with several launches, those
@@ -260,6 +267,7 @@ def query_gradients(
         limit = tl.where(valid, steps, first) if CAUSAL else None
         flat = flat_rows(order_ptr, begin, steps, valid, n_seed)
         at = flat * heads + head
+        column = head.to(tl.int64) * stats_pitch + flat
         q_at = flat_offsets(flat, n_seed, q_row, q_seed, False)
         q = load_rows(q_ptr + head.to(tl.int64) * q_head, 1, q_at, valid, D, DP)
         do_at = flat_offsets(flat, n_seed, do_row, do_seed, False)
@@ -271,7 +279,7 @@ def query_gradients(
         if FIRST and not KNOWN:
             delta, dlse = start_delta(do, o_ptr, dlse_ptr, at, valid, DV, DVP)
         else:
-            delta = tl.load(delta_ptr + at, mask=valid, other=0.0)
+            delta = tl.load(delta_ptr + column, mask=valid, other=0.0)
             if not KNOWN:
                 before = tl.load(miss_ptr + at, mask=valid, other=0.0)
                 if LAST and dlse_ptr is not None:
@@ -335,5 +343,6 @@ def query_gradients(
                 else:
                     store_rows(part_ptr, D, at, valid, dq, D, DP)
         if not KNOWN:
-            tl.store(delta_ptr + at, right, mask=valid)
+            tl.store(delta_ptr + column, right, mask=valid)
+            tl.store(lse2_ptr + column, lse2, mask=valid)
         first = stop

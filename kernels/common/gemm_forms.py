@@ -89,6 +89,11 @@ class Tile:
             parts=max(1, min(self.parts // saved, BN // 16)),
         )
 
+    def narrow(self) -> Tile:
+        """Half the columns, for accesses narrower than 16 bytes: they take twice the registers."""
+        BN = max(16, self.BN // 2)
+        return replace(self, BN=BN, parts=min(self.parts, BN // 16))
+
     def last_rows(self, M: int) -> int:
         """Rows of the last row tile of a product with M rows."""
         rest = M % self.BM

@@ -18,13 +18,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ikbo_tree.kernels.common.triton_lib import live_rows
+from ikbo_tree.kernels.common.triton_lib import live_rows, parents_at
 from ikbo_tree.kernels.common.triton_pieces import pieces_of
+
+MAPS = ["index_0", "index_1", "index_2"]
+"""Arguments for the maps of producers; one by one, since Triton compiles for what is in a tuple."""
+
+STRIDES = [
+    f"{operand}_{name}" for operand in "ab" for name in ("piece", "batch", "outer", "extent")
+]
+"""Arguments for where the operands lie, as `triton_operands.Matrices.strides` has them."""
 
 
 @triton.jit(
-    do_not_specialize=["rows", "a_strides", "b_strides"],
-    do_not_specialize_on_alignment=["indexes", "live_ptr"],
+    do_not_specialize=["rows", *STRIDES],
+    do_not_specialize_on_alignment=["live_ptr", *MAPS],
 )
 def gemm_kernel(
     a,
@@ -34,12 +42,20 @@ def gemm_kernel(
     out_last,
     bias_ptr,
     partials,
-    indexes,
+    index_0,
+    index_1,
+    index_2,
     live_ptr,
     rows,
     sizes,
-    a_strides,
-    b_strides,
+    a_piece,
+    a_batch,
+    a_outer,
+    a_extent,
+    b_piece,
+    b_batch,
+    b_outer,
+    b_extent,
     FORM: tl.constexpr,
 ):
     """The tiles of the product, columns fastest, then the row tiles of a batch entry.
@@ -55,13 +71,21 @@ def gemm_kernel(
         out_last: as `a_last`, or the same pointer.
         bias_ptr: [N], or None.
         partials: tuple of P [.., M, N] or [.., N], contiguous.
-        indexes: for each of them [rows] int32.
+        index_0: map of the first of them [rows] int32; None: each row has its own.
+        index_1: likewise, of the second.
+        index_2: likewise, of the third.
         live_ptr: live count of rows [1] int32; None: all are.
         rows: allocated rows.
         sizes: (M, N, K); where the rows lie along m, M is not looked at.
-        a_strides: A's (piece, batch, outer, contiguous extent) divided by FORM.a_unit, the first
-            by `rows`, too, where the rows lie in A.
-        b_strides: B's, divided by FORM.b_unit, likewise.
+        a_piece: A's stride from piece to piece divided by FORM.a_unit and, where the rows lie in
+            A, by `rows`. This and what follows are of use where A is a pointer.
+        a_batch: from batch entry to entry, divided by FORM.a_unit.
+        a_outer: along the dimension that is not contiguous, likewise.
+        a_extent: elements that may be read along the contiguous one, likewise.
+        b_piece: B's.
+        b_batch: B's.
+        b_outer: B's.
+        b_extent: B's.
         FORM: `gemm_forms.Form`.
     """
     M, N, K = sizes
@@ -69,7 +93,10 @@ def gemm_kernel(
         M = rows
     sizes = (M, N, K)
     live = live_rows(live_ptr, rows)
+    indexes = (index_0, index_1, index_2)
     args = (out, bias_ptr, partials, indexes)
+    a_strides = (a_piece, a_batch, a_outer, a_extent)
+    b_strides = (b_piece, b_batch, b_outer, b_extent)
     program = tl.program_id(0)
     if FORM.persistent:
         tiles = _tiles(rows, sizes, FORM)
@@ -129,7 +156,7 @@ def _live_tile(
 ):
     out, bias_ptr, partials, indexes = args
     # Asked for ahead of the product, so that nothing waits for it behind.
-    parents = _parents(indexes, place, FORM, BM)
+    parents = _parents(partials, indexes, place, FORM, BM)
     acc = _multiply(a, b, place, sizes, a_strides, b_strides, FORM, BM)
     gathered = (out, bias_ptr, partials, parents)
     _finish(acc, gathered, place, sizes, FORM, BM, FORM.BN, FORM.parts)
@@ -138,24 +165,25 @@ def _live_tile(
 @triton.jit
 def _dead_tile(out, place, sizes, FORM: tl.constexpr, BM: tl.constexpr):
     batch, m0, n0, live, rows = place
+    PARTS: tl.constexpr = FORM.parts
     BN: tl.constexpr = FORM.BN // FORM.parts
-    for part in tl.static_range(FORM.parts):
+    for part in tl.static_range(PARTS):
         beside = (batch, m0, n0 + part * BN, live, rows)
         _store(tl.zeros((BM, BN), tl.float32), out, beside, sizes, FORM, BM, BN)
 
 
 @triton.jit
-def _parents(indexes, place, FORM: tl.constexpr, BM: tl.constexpr):
+def _parents(partials, indexes, place, FORM: tl.constexpr, BM: tl.constexpr):
     """Tuple of the rows of the partials, int64: [BM], or one for the whole tile."""
     batch, m0, _, live, _ = place
     parents = ()
-    for i in tl.static_range(len(indexes)):
+    for i in tl.static_range(len(partials)):
         if FORM.rows_along == "m":
             offs_m = m0 + tl.arange(0, BM)
-            found = tl.load(indexes[i] + offs_m, mask=offs_m < live, other=0)
+            found = parents_at(indexes[i], offs_m, offs_m < live)
         else:
-            found = tl.load(indexes[i] + batch)
-        parents = parents + (found.to(tl.int64),)  # noqa: RUF005 - unpacking is not in Triton
+            found = parents_at(indexes[i], batch, batch < live)
+        parents = parents + (found,)  # noqa: RUF005 - Triton has no unpacking
     return parents
 
 

@@ -29,12 +29,19 @@ class Matrices:
         form: what the kernel is compiled for.
         extent: elements that may be read along the contiguous dimension.
         piece: the stride of the pieces divided by the rows of the tree in `data`.
+        batch: the stride of the batch; 0 where it is a batch of one in any call.
     """
 
     data: Tensor
     form: Operand
     extent: int
     piece: int
+    batch: int
+
+    @property
+    def wide(self) -> bool:
+        """Whether all accesses may have 16 bytes."""
+        return self.form.descriptor or self.form.unit * self.data.element_size() >= _ROW_BYTES
 
     @property
     def _outer(self) -> int:
@@ -42,12 +49,11 @@ class Matrices:
 
     @property
     def strides(self) -> tuple[int, int, int, int]:
-        """`piece`, batch and outer stride and the extent, divided by the form's unit."""
+        """`piece`, `batch`, outer stride and extent, divided by the form's unit."""
         if self.form.descriptor:
             return 0, 0, 0, 0
         unit = self.form.unit
-        batch = self.data.stride(1)
-        return self.piece // unit, batch // unit, self._outer // unit, self.extent // unit
+        return self.piece // unit, self.batch // unit, self._outer // unit, self.extent // unit
 
     def argument(self, rows: int, columns: int) -> Any:
         """The pointer, or a descriptor for tiles of that size."""
@@ -63,7 +69,12 @@ class Matrices:
 
 
 def matrices(
-    data: Tensor, *, descriptors: bool, rows: int = 1, extent: int | None = None
+    data: Tensor,
+    *,
+    descriptors: bool,
+    batched: bool = False,
+    rows: int = 1,
+    extent: int | None = None,
 ) -> Matrices:
     """Describes an operand.
 
@@ -71,6 +82,7 @@ def matrices(
         data: [pieces, batch, rows, columns], any strides; several pieces lie one after the other.
         rows: rows of the tree in it, so that no stride is passed on that depends on them.
         descriptors: whether the kernel may take a descriptor.
+        batched: the rows of the tree are the batch.
         extent: elements that may be read along the contiguous dimension, at least its size; beyond
             the size they are zero.
     """
@@ -84,7 +96,7 @@ def matrices(
     form = Operand(sizes[0], transposed, unit=alignment(extent, piece, *steps))
     if descriptors and _describable(data, steps, outer):
         form = Operand(sizes[0], transposed, descriptor=True)
-    return Matrices(data, form, extent, piece)
+    return Matrices(data, form, extent, piece, data.stride(1) if batched else 0)
 
 
 def _contiguous_dimension(data: Tensor) -> tuple[Tensor, bool]:

@@ -9,13 +9,13 @@ import triton
 from torch import Tensor
 
 from ikbo_tree.kernels.common.gemm_forms import Tile, form_of
-from ikbo_tree.kernels.common.triton_gemm import gemm_kernel
+from ikbo_tree.kernels.common.triton_gemm import MAPS, gemm_kernel
 from ikbo_tree.kernels.common.triton_lib import dot_precision, guard
 from ikbo_tree.kernels.common.triton_operands import Matrices, storable, store_argument
 from ikbo_tree.kernels.common.triton_weight_gradient import add_chunks, weight_gradient_kernel
 
-Producers = Sequence[tuple[Tensor, Tensor]]
-"""Partial results [rows of the producer, ...], each with its map [rows] int32."""
+Producers = Sequence[tuple[Tensor, Tensor | None]]
+"""Partial results [rows of the producer, ...], each with its map [rows] int32; None: row to row."""
 
 
 def multiply(
@@ -43,12 +43,14 @@ def multiply(
         zero_dead: write zeros to dead rows, rather than nothing.
         slots: programs that the device runs at a time.
         bias: [N], contiguous.
-        producers: what is added to each row.
+        producers: what is added to each row; at most three.
     """
     (_, _, M, K), (_, batch, _, N) = a.data.shape, b.data.shape
+    tile = tile if a.wide and b.wide else tile.narrow()
     rows = batch if rows_along == "batch" else M
     if out.numel() == 0:
         return
+    maps = [index for _, index in producers] + [None] * (len(MAPS) - len(producers))
     last = tile.last_rows(M) if rows_along == "batch" else tile.BM
     described = a.form.descriptor and b.form.descriptor
     persistent = described and tile.persistent
@@ -74,12 +76,12 @@ def multiply(
             result(last) if last != tile.BM else None,
             bias,
             tuple(partial for partial, _ in producers),
-            tuple(index for _, index in producers),
+            *maps,
             live,
             rows,
             (0 if rows_along == "m" else M, N, K),
-            a.strides,
-            b.strides,
+            *a.strides,
+            *b.strides,
             FORM=form,
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -111,6 +113,7 @@ def weight_gradient(
         [M, N].
     """
     (_, batch, M, L), N = a.data.shape, b.data.shape[3]
+    tile = tile if a.wide and b.wide else tile.narrow()
     rows = batch if rows_along == "batch" else L
     if rows == 0 or M * N == 0 or L == 0:
         return torch.zeros((M, N), dtype=dtype, device=a.data.device)
@@ -130,8 +133,8 @@ def weight_gradient(
             rows,
             chunk,
             (M, N, 0 if rows_along == "k" else L),
-            a.strides,
-            b.strides,
+            *a.strides,
+            *b.strides,
             FORM=form,
             num_warps=tile.warps,
             num_stages=tile.stages,

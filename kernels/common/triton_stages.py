@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ikbo_tree.kernels.common.stages import Stages
 from ikbo_tree.kernels.common.stages_torch import live_or_zero
+from ikbo_tree.kernels.common.triton_gemm import MAPS
 from ikbo_tree.kernels.common.triton_lib import refused
 from ikbo_tree.kernels.common.triton_pieces import split
 from ikbo_tree.kernels.common.triton_products import Producers
@@ -65,14 +66,26 @@ def forward(
         final = stage == last
         dtype = value.dtype if final else partial_dtype or torch.float32
         out = value.new_empty(product.out_shape(value, w), dtype=dtype)
-        producers = [
+        producers: Producers = [
             (partials.pop(p), stages.index[p]) for p in stages.producers(stage) if p in partials
         ]
         if final or producers or value.shape[1] > 0:
-            added = bias if final else None
-            product.multiply(value, w, out, added, producers, stages.live_of(stage), final)
+            added, live = bias if final else None, stages.live_of(stage)
+            while len(producers) > len(MAPS):
+                producers = _collected(product, value, w, producers, live)
+            product.multiply(value, w, out, added, producers, live, final)
             partials[stage] = out
     return out
+
+
+def _collected(
+    product: Product, x: Tensor, weight: Tensor, producers: Producers, live: Tensor | None
+) -> Producers:
+    """As many producers as a kernel adds at a time made one, with a row for each row of `x`."""
+    x, weight = x[:, :0], weight[:, :0]
+    out = x.new_empty(product.out_shape(x, weight), dtype=torch.float32)
+    product.multiply(x, weight, out, None, producers[: len(MAPS)], live, False)
+    return [(out, None), *producers[len(MAPS) :]]
 
 
 def backward(

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ikbo_tree.kernels.common.triton_gemm import load_described, load_strided, strided
+from ikbo_tree.kernels.common.triton_gemm import STRIDES, load_described, load_strided, strided
 from ikbo_tree.kernels.common.triton_lib import guard, live_rows
 from ikbo_tree.kernels.common.triton_pieces import pieces_of
 
@@ -24,7 +24,7 @@ _BLOCK = 1024
 
 
 @triton.jit(
-    do_not_specialize=["rows", "chunk", "a_strides", "b_strides"],
+    do_not_specialize=["rows", "chunk", *STRIDES],
     do_not_specialize_on_alignment=["live_ptr"],
 )
 def weight_gradient_kernel(
@@ -36,8 +36,14 @@ def weight_gradient_kernel(
     rows,
     chunk,
     sizes,
-    a_strides,
-    b_strides,
+    a_piece,
+    a_batch,
+    a_outer,
+    a_extent,
+    b_piece,
+    b_batch,
+    b_outer,
+    b_extent,
     FORM: tl.constexpr,
 ):
     """One tile of one chunk; grid (chunks * row tiles * column tiles,), columns fastest.
@@ -51,9 +57,14 @@ def weight_gradient_kernel(
         rows: allocated rows.
         chunk: rows a chunk; a multiple of FORM.BK where the rows lie along k.
         sizes: (M, N, L); where the rows lie along k, L is not looked at.
-        a_strides: A's (piece, batch, outer, contiguous extent) divided by FORM.a_unit, the first
-            by `rows`, too.
-        b_strides: B's, divided by FORM.b_unit, likewise.
+        a_piece: see `triton_gemm.gemm_kernel`; so for what follows.
+        a_batch: A's.
+        a_outer: A's.
+        a_extent: A's.
+        b_piece: B's.
+        b_batch: B's.
+        b_outer: B's.
+        b_extent: B's.
         FORM: `gemm_forms.Form`.
     """
     M, N, _ = sizes
@@ -63,6 +74,8 @@ def weight_gradient_kernel(
     n0 = (program % tiles_n) * FORM.BN
     m0 = (program // tiles_n) % tiles_m * FORM.BM
     part = program // (tiles_n * tiles_m)
+    a_strides = (a_piece, a_batch, a_outer, a_extent)
+    b_strides = (b_piece, b_batch, b_outer, b_extent)
     live = live_rows(live_ptr, rows)
     first = part * chunk
     place = (m0, n0, part, first, tl.minimum(first + chunk, live), rows)

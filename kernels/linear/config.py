@@ -13,7 +13,7 @@ _HOPPER = Choice(Tile(BM=128, BN=128, BK=64, warps=4, stages=3, parts=4), True, 
 _AMPERE = Choice(Tile(BM=128, BN=128, BK=32, warps=4, stages=4, parts=4))
 _ADA = Choice(Tile(BM=128, BN=128, BK=32, warps=4, stages=3, parts=4))
 _AMD = Choice(Tile(BM=128, BN=128, BK=32, warps=4, stages=2, parts=4))
-_PLAIN = Choice(Tile(BM=64, BN=64, BK=32, warps=4, stages=2))
+_PLAIN = Choice(Tile(BM=64, BN=64, BK=16, warps=4, stages=3))
 
 
 def _everywhere(choice: Choice) -> dict[str, Choice]:

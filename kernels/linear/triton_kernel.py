@@ -86,7 +86,7 @@ class Matrices:
         )
 
 
-_MATRICES = Matrices()
+MATRICES = Matrices()
 
 
 def unsupported(device: torch.device, x: Sequence[Tensor], *rest: object) -> str | None:
@@ -102,7 +102,7 @@ def forward(
     partial_dtype: torch.dtype | None,
 ) -> Tensor:
     """[rows, N] of the last stage."""
-    return triton_stages.forward(_MATRICES, x, weight, bias, stages, partial_dtype)
+    return triton_stages.forward(MATRICES, x, weight, bias, stages, partial_dtype)
 
 
 def backward(
@@ -113,4 +113,4 @@ def backward(
     wants: Sequence[bool],
 ) -> list[Tensor]:
     """The gradients asked for."""
-    return triton_stages.backward(_MATRICES, grad, x, weight, stages, wants)
+    return triton_stages.backward(MATRICES, grad, x, weight, stages, wants)

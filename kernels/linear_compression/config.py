@@ -14,7 +14,7 @@ _HOPPER_PARTIAL = Choice(Tile(BM=64, BN=128, BK=64, warps=4, stages=4, parts=1),
 _AMPERE = Choice(Tile(BM=128, BN=128, BK=32, warps=4, stages=4, parts=4, short=True))
 _ADA = Choice(Tile(BM=128, BN=128, BK=32, warps=4, stages=3, parts=4, short=True))
 _AMD = Choice(Tile(BM=128, BN=128, BK=32, warps=4, stages=2, parts=4))
-_PLAIN = Choice(Tile(BM=64, BN=64, BK=32, warps=4, stages=2))
+_PLAIN = Choice(Tile(BM=64, BN=64, BK=16, warps=4, stages=3))
 
 TABLE: Table = {
     "sm_90": {

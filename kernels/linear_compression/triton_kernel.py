@@ -40,7 +40,7 @@ class Batches:
         described = choice.descriptors and x.numel() > 0
         multiply(
             weight_matrices(weight, descriptors=described, transposed=False),
-            matrices(x[None], descriptors=described),
+            matrices(x[None], descriptors=described, batched=True),
             out,
             choice.tile,
             rows_along="batch",
@@ -59,7 +59,7 @@ class Batches:
         described = choice.descriptors and grad.numel() * weight.numel() > 0
         multiply(
             weight_matrices(weight, descriptors=described, transposed=True),
-            matrices(grad, descriptors=described, rows=grad.shape[1]),
+            matrices(grad, descriptors=described, batched=True, rows=grad.shape[1]),
             out,
             choice.tile,
             rows_along="batch",
@@ -76,8 +76,8 @@ class Batches:
         choice = choose("weight_gradient", architecture(grad.device), grad.dtype, M, K)
         described = choice.descriptors and grad.numel() * x.numel() > 0
         return weight_gradient(
-            matrices(grad, descriptors=described, rows=grad.shape[1]),
-            matrices(x.mT, descriptors=described, rows=x.shape[1]),
+            matrices(grad, descriptors=described, batched=True, rows=grad.shape[1]),
+            matrices(x.mT, descriptors=described, batched=True, rows=x.shape[1]),
             choice.tile,
             rows_along="batch",
             live=live,
@@ -86,7 +86,7 @@ class Batches:
         )
 
 
-_BATCHES = Batches()
+BATCHES = Batches()
 
 
 def unsupported(device: torch.device, x: Sequence[Tensor], *rest: object) -> str | None:
@@ -102,7 +102,7 @@ def forward(
     partial_dtype: torch.dtype | None,
 ) -> Tensor:
     """[rows, M, N] of the last stage."""
-    return triton_stages.forward(_BATCHES, x, weight, bias, stages, partial_dtype)
+    return triton_stages.forward(BATCHES, x, weight, bias, stages, partial_dtype)
 
 
 def backward(
@@ -113,4 +113,4 @@ def backward(
     wants: Sequence[bool],
 ) -> list[Tensor]:
     """The gradients asked for."""
-    return triton_stages.backward(_BATCHES, grad, x, weight, stages, wants)
+    return triton_stages.backward(BATCHES, grad, x, weight, stages, wants)

@@ -94,9 +94,12 @@ def compile_for(
     )
     options = {"num_warps": num_warps, "num_stages": num_stages}
     built = triton.compile(source, target=TARGETS[target], options=options)
-    if target.startswith("gfx"):
-        return _read_amd(built, target)
-    return _read_nvidia(built, target)
+    return read(built, target)
+
+
+def read(built: Any, target: str) -> Compiled:
+    """What a kernel that Triton compiled for the target takes."""
+    return (_read_amd if target.startswith("gfx") else _read_nvidia)(built, target)
 
 
 class _Absent:
@@ -109,7 +112,8 @@ class _Absent:
         return self.target
 
     def get_current_device(self) -> int:
-        return -1  # kernels are cached by device: none that exists
+        # Kernels are cached by device: none that exists, another one for each target.
+        return -1 - list(TARGETS.values()).index(self.target)
 
     def get_current_stream(self, device: int) -> int:
         return 0

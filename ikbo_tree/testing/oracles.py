@@ -31,11 +31,10 @@ class Parents:
         """The row of `of`, above `level` or a table reached from it, that a row belongs to."""
         target = self.tree.table_level(of) if of in self.tree.tables else of
         while level != target:
-            row = int(self._maps[level][row])
             parent = self.tree.parent(level)
             if parent is None:
                 raise ValueError(f"{of!r} is not above the level")
-            level = parent
+            row, level = int(self._maps[level][row]), parent
         return int(self._maps[of][row]) if of in self.tree.tables else row
 
     def below(self, level: str, of: str) -> list[list[int]]:

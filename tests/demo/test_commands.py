@@ -1,6 +1,7 @@
 """`ikbo-tree demo` and `ikbo-tree movielens`, small."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -150,3 +151,26 @@ def test_cuda_is_refused_where_there_is_none(run):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     assert run("demo", "--device", "cuda")[0] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["demo", "movielens"])
+def test_the_extra_cli_is_enough(tmp_path, command):
+    """A fresh process without hypothesis, which the extra `testing` brings."""
+    code = f"""
+import subprocess
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {{"hypothesis", "pytest", "pandas", "pyarrow"}}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hidden())
+sys.argv = ["ikbo-tree", "{command}", "--help"]
+from ikbo_tree.cli import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--json" in done.stdout

@@ -15,8 +15,8 @@ there because an evaluation may be exact by luck where another one is as good an
 smallest step of the dtype counts where results are subnormal.
 
 For a float64 result the same float32 evaluations, against the same float64 oracle, tell how the
-calculation magnifies rounding: their error is scaled down to float64's, twice over, since the
-oracle rounds as well.
+calculation magnifies rounding: their error is scaled down to float64's. All terms count twice,
+since the oracle rounds as well.
 """
 
 from __future__ import annotations
@@ -144,8 +144,9 @@ def _bounds(
     """[rows] bounds of the maximum and of the root mean square."""
     info = torch.finfo(dtype)
     accumulated = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
-    if dtype == torch.float64:
-        slack *= 2 * accumulated.eps / torch.finfo(torch.float32).eps
+    double = dtype == torch.float64
+    if double:
+        slack *= accumulated.eps / torch.finfo(torch.float32).eps
     step = info.tiny * info.eps  # of subnormal numbers
     size = np.where(np.isfinite(exact), np.abs(exact), 0.0)
     errors = [_difference(evaluation, exact) for evaluation in evaluations]
@@ -154,7 +155,7 @@ def _bounds(
         seen = np.max([norm(error) for error in errors], axis=0)
         rounding = roundings * (info.eps / 2 * norm(size) + step / 2 * (_peak(size) > 0))
         floor = FLOOR_ULPS * accumulated.eps / 2 * _peak(size)
-        bounds.append(slack * seen + rounding + floor)
+        bounds.append((slack * seen + rounding + floor) * (2 if double else 1))
     return bounds[0], bounds[1]
 
 

@@ -67,18 +67,23 @@ def _reduced(x: Array, op: str) -> Array | float:
     if len(x) == 0:
         return nothing
     if op == "logsumexp":
-        return _logsumexp(x)
+        return _softmax(x)[1]
     result: Array = getattr(x, op)(axis=0)
     return result
 
 
-def _logsumexp(x: Array) -> Array:
-    """Over dim 0, which may be empty; -inf over nothing but -inf."""
+def _softmax(x: Array) -> tuple[Array, Array]:
+    """Softmax over dim 0, which may be empty, and the logarithm of the sum of exponentials.
+
+    Over nothing but -inf 0 and -inf. Not exp(x - logsumexp), whose error is as large as a rounding
+    of the logsumexp.
+    """
     peak = x.max(axis=0, initial=-np.inf)
     peak = np.where(np.isinf(peak), 0, peak).astype(x.dtype)
+    terms = np.exp(x - peak)
+    total = terms.sum(axis=0)
     with np.errstate(divide="ignore"):
-        result: Array = np.log(np.exp(x - peak).sum(axis=0)) + peak
-    return result
+        return terms / np.where(total == 0, 1, total), np.log(total) + peak
 
 
 def segment_softmax(tree: BroadcastTree, x: Array, level: str, of: str) -> Array:
@@ -86,8 +91,7 @@ def segment_softmax(tree: BroadcastTree, x: Array, level: str, of: str) -> Array
     out = np.zeros_like(x)
     for below in Parents(tree).below(level, of):
         if below:
-            total = _logsumexp(x[below])
-            out[below] = np.exp(x[below] - np.where(total == -np.inf, 0, total))
+            out[below] = _softmax(x[below])[0]
     return out
 
 
@@ -213,10 +217,8 @@ def attend(
             score = score + (bias if bias.ndim == 1 else bias[:, head])
         scores.append(score)
     score, value = np.concatenate(scores, axis=1), np.concatenate(values)
-    lse = _logsumexp(score.T)
-    empty = lse == -np.inf
-    p = np.exp(score - np.where(empty, 0, lse)[:, None])
-    return np.where(empty[:, None], 0, p @ value), lse
+    p, lse = _softmax(score.T)
+    return p.T @ value, lse
 
 
 def self_attention(

@@ -8,6 +8,7 @@ from linear_naive import OPS, make, results
 
 from ikbo_tree import BroadcastTree
 from ikbo_tree.kernels.common.triton_lib import INTERPRETED
+from ikbo_tree.testing import check_op
 
 DTYPES = (torch.float32, torch.float16) + (() if INTERPRETED else (torch.bfloat16,))
 
@@ -90,3 +91,18 @@ def test_a_request_has_the_same_bits_in_any_batch(op, dtype, device):
             for name in tree.levels:
                 got = found[f"x[{name}]"][rows[name]]
                 assert torch.equal(got, expected[f"x[{name}]"]), (name, at)
+
+
+@every_op
+@every_dtype
+@pytest.mark.parametrize("seed", range(1 if INTERPRETED else 8))
+def test_every_contract(op, dtype, seed, device):
+    """On an unsorted tree with a table, and on one with dead rows and a childless user."""
+    shuffled = BroadcastTree.from_parents(
+        {"vendor": [1, 0, 1], "item": [2, 0, 1, 2, 0]}, root="user", root_rows=2
+    ).with_table("brand", of="item", index=[1, 0, 1, 1, 0])
+    spare = BroadcastTree.from_counts(
+        {"item": [0, 2]}, root="user", capacity={"user": 3, "item": 5}
+    )
+    for tree in (shuffled, spare):
+        check_op(op, tree, impl="triton", dtype=dtype, seed=seed, device=device)

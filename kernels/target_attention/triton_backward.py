@@ -27,7 +27,6 @@ from ikbo_tree.kernels.target_attention.triton_groups import (
     single,
 )
 from ikbo_tree.kernels.target_attention.triton_key_gradients import (
-    combine_pieces,
     key_gradients,
     sum_heads,
 )
@@ -308,61 +307,43 @@ def _launch_keys(
     items = own_tiles(memory, tile.keys) * kv_heads
     slot = tile.keys * (sizes.DP + sizes.DVP + sizes.heads // kv_heads) * 4
     programs, splits, part = _share(k, sizes, items, slot)
-    counter = torch.zeros(1, dtype=torch.int32, device=k.device)
-    route = (memory.offsets, live, own_live)
-    size = k.shape[0 if memory.packed else 1]
-    arguments_ = (
-        arguments(memory, sizes.heads, True),
-        size,
-        sizes.rows,
-        owners(memory),
-        sizes.n_seed,
-    )
-    constants = {
-        **sizes.widths(),
-        "M": tile.rows,
-        "N": tile.keys,
-        "PIECE": config.piece,
-        "PIECES": config.pieces,
-        "SELF": own is not None,
-        "DK": results[0] is not None,
-        "DV_": results[1] is not None,
-        "DB": results[2] is not None,
-    }
+    counters = torch.zeros((2, 4), dtype=torch.int32, device=k.device)
     usable = tile.descriptors and memory.order is None
-    key_gradients[(programs,)](
-        rows.arguments(),
-        *(rows.descriptors(tile.rows) if usable else (None, None, None)),
-        None if own is None else own.arguments(),
-        *results,
-        part,
-        counter,
-        memory.order,
-        *route,
-        *arguments_,
-        sizes.heads,
-        kv_heads,
-        items * splits,
-        splits,
-        sizes.scale,
-        CAUSAL=causal,
-        PRECISION=sizes.precision,
-        STAGES=tile.num_stages,
-        num_warps=tile.num_warps,
-        **constants,
-    )
-    if splits > 1:
-        combine_pieces[(items,)](
+    for launch in (splits,) if splits == 1 else (splits, 0):
+        key_gradients[(programs,)](
+            rows.arguments(),
+            *(rows.descriptors(tile.rows) if usable else (None, None, None)),
+            None if own is None else own.arguments(),
             *results,
             part,
-            *route,
-            *arguments_,
+            counters[0 if launch else 1],
+            memory.order,
+            memory.offsets,
+            live,
+            own_live,
+            arguments(memory, sizes.heads, True),
+            k.shape[0 if memory.packed else 1],
+            sizes.rows,
+            owners(memory),
+            sizes.n_seed,
             sizes.heads,
             kv_heads,
-            splits,
+            items * max(launch, 1),
+            launch,
             sizes.scale,
+            **sizes.widths(),
+            M=tile.rows,
+            N=tile.keys,
+            PIECE=config.piece,
+            PIECES=config.pieces,
+            SELF=own is not None,
+            CAUSAL=causal,
+            DK=results[0] is not None,
+            DV_=results[1] is not None,
+            DB=results[2] is not None,
+            PRECISION=sizes.precision,
+            STAGES=tile.num_stages,
             num_warps=tile.num_warps,
-            **constants,
         )
 
 

@@ -2,8 +2,8 @@
 
 Keys are cut into chunks of a fixed length, counted from the first key of their row. Each chunk has
 a softmax state of its own, and states are merged in order. One program may take all chunks of a
-tile, or several may share them and `combine_chunks` merges: the same additions in the same order,
-so the same bits, and how many programs there are may depend on the batch. Whether a segment's keys
+tile, or several may share them and a second launch merges: the same additions in the same order, so
+the same bits, and how many programs there are may depend on the batch. Whether a segment's keys
 are cut depends on how many query rows it has itself, and on nothing else.
 """
 
@@ -85,7 +85,8 @@ def forward_chunks(
     """A tile of query rows and one head over memories of one route, chunk by chunk.
 
     Program p has head p % heads of tile p // heads. With `splits` > 1, program (p, y) takes the
-    chunks y, y + splits, ... of all memories together and leaves their states in `chunk_ptr`.
+    chunks y, y + splits, ... of all memories together and leaves their states in `chunk_ptr`, where
+    another launch, with `splits` = 0, finds and merges them.
 
     Arguments as in `forward_tile`; chunk_ptr: float32 [tiles * heads, slots, DVP + 2, M], states,
     the weighted sums of values first; slots: chunks that a tile may have; CHUNK: keys of a chunk;
@@ -110,48 +111,56 @@ def forward_chunks(
         )
         at = flat * heads + head
         whole = first_state(M, DVP)
-        if not FIRST and splits == 1:
+        if not FIRST and splits <= 1:
             whole = load_state(part_ptr, part_lse_ptr, at, valid, DV, DVP)
         before = 0
-        for i in tl.static_range(COUNT):
-            k_ptr, v_ptr, length, start = locate(
-                memories[i], sizes[i], segment, head // memories[i][15]
-            )
-            size = tl.where(few, CHUNK, tl.maximum(length, 1))
-            chunks = tl.cdiv(length, size)
-            mine = (splits + tl.program_id(1) - before % splits) % splits
-            for chunk in tl.range(mine, chunks, splits, num_stages=1):
-                low = chunk * size
-                state = attend(
-                    q,
-                    first_state(M, DVP),
-                    memories[i],
-                    None,
-                    None,
-                    k_ptr,
-                    v_ptr,
-                    start,
-                    head,
-                    head // memories[i][15],
-                    low,
-                    tl.minimum(low + size, length),
-                    scale2,
-                    None,
-                    D,
-                    DV,
-                    DP,
-                    DVP,
-                    N,
-                    PRECISION,
-                    STAGES,
+        if splits == 0:
+            for i in tl.static_range(COUNT):
+                _, length = key_span(memories[i][4], sizes[i], segment, memories[i][7] is None)
+                before += tl.cdiv(length, tl.where(few, CHUNK, tl.maximum(length, 1)))
+            for chunk in range(before):
+                slot = tl.program_id(0).to(tl.int64) * slots + chunk
+                whole = merge_states(whole, _load_chunk(chunk_ptr, slot, M, DVP))
+        else:
+            for i in tl.static_range(COUNT):
+                k_ptr, v_ptr, length, start = locate(
+                    memories[i], sizes[i], segment, head // memories[i][15]
                 )
-                if splits == 1:
-                    whole = merge_states(whole, state)
-                else:
-                    slot = tl.program_id(0).to(tl.int64) * slots + before + chunk
-                    _store_chunk(chunk_ptr, slot, state, M, DVP)
-            before += chunks
-        if splits == 1:
+                size = tl.where(few, CHUNK, tl.maximum(length, 1))
+                chunks = tl.cdiv(length, size)
+                mine = (splits + tl.program_id(1) - before % splits) % splits
+                for chunk in tl.range(mine, chunks, splits, num_stages=1):
+                    low = chunk * size
+                    state = attend(
+                        q,
+                        first_state(M, DVP),
+                        memories[i],
+                        None,
+                        None,
+                        k_ptr,
+                        v_ptr,
+                        start,
+                        head,
+                        head // memories[i][15],
+                        low,
+                        tl.minimum(low + size, length),
+                        scale2,
+                        None,
+                        D,
+                        DV,
+                        DP,
+                        DVP,
+                        N,
+                        PRECISION,
+                        STAGES,
+                    )
+                    if splits == 1:
+                        whole = merge_states(whole, state)
+                    else:
+                        slot = tl.program_id(0).to(tl.int64) * slots + before + chunk
+                        _store_chunk(chunk_ptr, slot, state, M, DVP)
+                before += chunks
+        if splits <= 1:
             store_result(o_ptr, lse_ptr, part_ptr, part_lse_ptr, at, valid, whole, DV, DVP, LAST)
 
 
@@ -171,60 +180,3 @@ def _load_chunk(chunk_ptr, slot, M: tl.constexpr, DVP: tl.constexpr):
     ptr = chunk_ptr + slot * (M * (DVP + 2))
     acc = tl.load(ptr + at[:, None] * DVP + tl.arange(0, DVP)[None, :])
     return tl.load(ptr + M * DVP + at), tl.load(ptr + M * (DVP + 1) + at), acc
-
-
-@triton.jit(do_not_specialize=["size0", "size1", "size2", "size3", "rows", "segments", "n_seed"])
-def combine_chunks(
-    o_ptr,
-    lse_ptr,
-    part_ptr,
-    part_lse_ptr,
-    chunk_ptr,
-    order_ptr,
-    offsets_ptr,
-    live_ptr,
-    memories,
-    size0,
-    size1,
-    size2,
-    size3,
-    rows,
-    segments,
-    n_seed,
-    heads,
-    slots,
-    COUNT: tl.constexpr,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-    M: tl.constexpr,
-    CHUNK: tl.constexpr,
-    FEW: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-):
-    """Merges the states that `forward_chunks` left, in the order in which one program would.
-
-    Arguments as there.
-    """
-    sizes = (size0, size1, size2, size3)
-    head = tl.program_id(0) % heads
-    tile = tl.program_id(0) // heads
-    segment, begin, first, end = find_rows(offsets_ptr, live_ptr, segments, rows, tile, n_seed, M)
-    few = end <= FEW
-    end = tl.minimum(end, first + M)
-    if segment < segments and first < end:
-        steps = first + tl.arange(0, M)
-        valid = steps < end
-        at = flat_rows(order_ptr, begin, steps, valid, n_seed) * heads + head
-        chunks = 0
-        for i in tl.static_range(COUNT):
-            packed: tl.constexpr = memories[i][7] is None
-            _, length = key_span(memories[i][4], sizes[i], segment, packed)
-            chunks += tl.cdiv(length, tl.where(few, CHUNK, tl.maximum(length, 1)))
-        whole = first_state(M, DVP)
-        if not FIRST:
-            whole = load_state(part_ptr, part_lse_ptr, at, valid, DV, DVP)
-        for chunk in range(chunks):
-            slot = tl.program_id(0).to(tl.int64) * slots + chunk
-            whole = merge_states(whole, _load_chunk(chunk_ptr, slot, M, DVP))
-        store_result(o_ptr, lse_ptr, part_ptr, part_lse_ptr, at, valid, whole, DV, DVP, LAST)

@@ -34,13 +34,12 @@ class Group:
     """Memories that one launch takes, and the tiles of query rows that it works in.
 
     Attributes:
-        members: their positions in the call's list.
         memories: the memories.
-        tiles: the one whose segments are cut into tiles: the one with the most rows.
-        runs: some have other segments than that one, so that a tile may have several rows of them.
+        tiles: the one whose segments are cut into tiles: the one with the most rows. Which it is
+            makes no difference to any bits, nor to what is compiled.
+        runs: they have different segments, so that a tile may have several rows of some.
     """
 
-    members: tuple[int, ...]
     memories: tuple[Memory, ...]
     tiles: Memory
     runs: bool
@@ -58,10 +57,7 @@ class Group:
 
     def arguments(self, heads: int) -> tuple[tuple[Any, ...], ...]:
         """The memories as kernels take them: see triton_device."""
-        return tuple(
-            arguments(memory, heads, _route(memory) == _route(self.tiles))
-            for memory in self.memories
-        )
+        return tuple(arguments(memory, heads, not self.runs) for memory in self.memories)
 
     def sizes(self) -> tuple[int, ...]:
         """What goes beside them."""
@@ -86,9 +82,9 @@ def groups(memories: Sequence[Memory], n_seed: int) -> list[Group]:
     ]
 
 
-def single(memory: Memory, at: int = 0) -> Group:
+def single(memory: Memory) -> Group:
     """A launch for one memory."""
-    return Group((at,), (memory,), memory, False)
+    return Group((memory,), memory, False)
 
 
 def owners(memory: Memory) -> int:
@@ -108,9 +104,8 @@ def own_tiles(memory: Memory, size: int) -> int:
 
 def _group(members: list[int], memories: Sequence[Memory]) -> Group:
     chosen = tuple(memories[i] for i in members)
-    tiles = max(chosen, key=_segments)
-    runs = any(_route(memory) != _route(tiles) for memory in chosen)
-    return Group(tuple(members), chosen, tiles, runs)
+    runs = len({_route(memory) for memory in chosen}) > 1
+    return Group(chosen, max(chosen, key=_segments), runs)
 
 
 def _segments(memory: Memory) -> float:
@@ -129,7 +124,7 @@ def arguments(memory: Memory, heads: int, at_tile: bool) -> tuple[Any, ...]:
     Args:
         memory: the memory.
         heads: of the queries.
-        at_tile: its row is the segment that a tile belongs to.
+        at_tile: its row is the segment that a tile belongs to; no route is needed.
     """
     k, v, bias, mask = dense(memory.k), dense(memory.v), memory.bias, memory.mask
     if bias is not None:
@@ -176,9 +171,12 @@ def descriptor(x: Tensor, rows: int, entries: int, pitch: int) -> TensorDescript
     head, width = x.stride(-2), x.shape[-1]
     unit = 16 // x.element_size()
     columns = (x.shape[-2] - 1) * head + width
+    if entries == 0:
+        # Never read; but without one, another kernel would be compiled.
+        x, entries = x.new_empty((1, pitch)), 1
     if width != power_of_two(width) or width < max(16, unit) or x.data_ptr() % 16:
         return None
-    if pitch % unit or head % unit or pitch < columns or not 0 < entries < 2**31:
+    if pitch % unit or head % unit or pitch < columns or entries >= 2**31:
         return None
     return TensorDescriptor(x, [entries, columns], [pitch, 1], [rows, width])
 

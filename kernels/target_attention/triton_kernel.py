@@ -16,7 +16,7 @@ from ikbo_tree.kernels.target_attention import triton_backward
 from ikbo_tree.kernels.target_attention.config import FUSED_SEEDS
 from ikbo_tree.kernels.target_attention.memories import Memory
 from ikbo_tree.kernels.target_attention.triton_backward import Sizes
-from ikbo_tree.kernels.target_attention.triton_chunks import combine_chunks, forward_chunks
+from ikbo_tree.kernels.target_attention.triton_chunks import forward_chunks
 from ikbo_tree.kernels.target_attention.triton_device import LOG2E
 from ikbo_tree.kernels.target_attention.triton_forward import forward_rows
 from ikbo_tree.kernels.target_attention.triton_groups import (
@@ -167,48 +167,35 @@ def _chunks(
     programs = group.tile_count(sizes.rows, sizes.n_seed, M) * sizes.heads
     slots = sum(-(-size // chunk) for size in group.sizes())
     splits, states = _splits(q, programs, slots, M * (sizes.DVP + 2) * 4)
-    route = (group.tiles.order, group.tiles.offsets, live)
-    memories = (group.arguments(sizes.heads), *group.sizes())
-    counts = (sizes.rows, group.segments(sizes.rows), sizes.n_seed, sizes.heads)
-    constants = {
-        "COUNT": len(group.memories),
-        "DV": sizes.DV,
-        "DVP": sizes.DVP,
-        "M": M,
-        "CHUNK": chunk,
-        "FEW": config.few,
-        **flags,
-    }
-    forward_chunks[(programs, splits)](
-        q,
-        *results,
-        states,
-        *route,
-        *memories,
-        *q.stride()[:3],
-        *counts,
-        slots,
-        splits,
-        abs(sizes.scale) * LOG2E.value,
-        D=sizes.D,
-        DP=sizes.DP,
-        N=tile.keys,
-        NEGATIVE=sizes.scale < 0,
-        PRECISION=sizes.precision,
-        STAGES=tile.num_stages,
-        num_warps=tile.num_warps,
-        **constants,
-    )
-    if splits > 1:
-        combine_chunks[(programs,)](
+    for launch in (splits,) if splits == 1 else (splits, 0):
+        forward_chunks[(programs, max(launch, 1))](
+            q,
             *results,
             states,
-            *route,
-            *memories,
-            *counts,
+            group.tiles.order,
+            group.tiles.offsets,
+            live,
+            group.arguments(sizes.heads),
+            *group.sizes(),
+            *q.stride()[:3],
+            sizes.rows,
+            group.segments(sizes.rows),
+            sizes.n_seed,
+            sizes.heads,
             slots,
+            launch,
+            abs(sizes.scale) * LOG2E.value,
+            COUNT=len(group.memories),
+            **sizes.widths(),
+            M=M,
+            N=tile.keys,
+            CHUNK=chunk,
+            FEW=config.few,
+            **flags,
+            NEGATIVE=sizes.scale < 0,
+            PRECISION=sizes.precision,
+            STAGES=tile.num_stages,
             num_warps=tile.num_warps,
-            **constants,
         )
 
 

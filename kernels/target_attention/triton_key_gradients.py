@@ -3,8 +3,8 @@
 An *item* is a tile of keys of one row of a memory, and one of the keys' heads. Its sums run over
 the heads that share it, and over the query rows of its segment in order. The rows of a long segment
 are cut into pieces, by the segment's own length alone; sums over a piece start from zero and are
-then added in order. One program may take all pieces of an item, or several may share them and
-`combine_pieces` adds: the same additions in the same order, so how many programs there are makes no
+then added in order. One program may take all pieces of an item, or several may share them and a
+second launch adds: the same additions in the same order, so how many programs there are makes no
 difference to any bits. Programs take items from a counter, since segments differ in length.
 """
 
@@ -79,7 +79,9 @@ def key_gradients(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Items `counter_ptr` ... `items - 1`, each of them `splits` times.
+    """Items 0 ... `items - 1`, or with `splits` > 1 the items * splits pairs of them and pieces.
+
+    With `splits` = 0, adds what such a launch has left.
 
     queries: (q, q_seed, q_head, dO, do_seed, do_head, lse2, delta, pitch); q and dO have one stride
     for folded rows; lse2, the log-sum-exp in units of log2 with inf for -inf, and delta lie `pitch`
@@ -88,15 +90,17 @@ def key_gradients(
     dk_ptr, dv_ptr: contiguous, like k and v. Of a packed memory, only keys that have an owner are
     written. db_ptr: float32 [entries, heads], zeros where nothing is written.
     part_ptr: slots of N * (DP + DVP + heads that share keys) floats, two for each program, or with
-    `splits` = PIECES one for each item and piece. counter_ptr: [1] int32, zero.
+    `splits` = PIECES or 0 one for each item and piece. counter_ptr: [1] int32, zero.
     order_ptr, offsets_ptr, live_ptr: as in `forward_rows`, of the memory's route; owners_live_ptr:
     [1] its live rows or None, with SELF. memory, size: see triton_device. rows, owners: of the
     queries and of the memory. scale: of the scores. DK, DV_, DB: which gradients are wanted.
     """
     shared = heads // kv_heads
+    pitch = N * (DP + DVP + shared)
     item = tl.atomic_add(counter_ptr, 1)
     while item < items:
-        number = item // splits
+        turn = item % tl.maximum(splits, 1)
+        number = item // tl.maximum(splits, 1)
         kv_head = number % kv_heads
         owner, low = find_keys(
             memory[4],
@@ -127,9 +131,37 @@ def key_gradients(
             seen = seen_keys(memory, start, keys, keys < length)
             k = load_rows(k_ptr, memory[8], keys, seen, D, DP)
             v = load_rows(v_ptr, memory[11], keys, seen, DV, DVP)
-            pitch = N * (DP + DVP + shared)
-            for piece in range(item % splits, pieces, splits):
-                slot = 2 * tl.program_id(0) if splits == 1 else item - item % splits + piece
+            if splits == 0 and pieces > 1:
+                total = part_ptr + number.to(tl.int64) * PIECES * pitch
+                for piece in range(1, pieces):
+                    _add(total, total + piece * pitch, shared, DP, DVP, N, DK, DV_, DB)
+                tl.debug_barrier()
+                _finish(
+                    total,
+                    dk_ptr,
+                    dv_ptr,
+                    db_ptr,
+                    start,
+                    low,
+                    end,
+                    length,
+                    memory,
+                    heads,
+                    kv_heads,
+                    kv_head,
+                    scale,
+                    D,
+                    DV,
+                    DP,
+                    DVP,
+                    N,
+                    DK,
+                    DV_,
+                    DB,
+                )
+            last = tl.where(splits == 0, 0, pieces)
+            for piece in range(turn, last, tl.maximum(splits, 1)):
+                slot = 2 * tl.program_id(0) if splits == 1 else number * PIECES + piece
                 part = part_ptr + slot.to(tl.int64) * pitch
                 if splits == 1 and piece == 0:
                     part += pitch
@@ -345,92 +377,6 @@ def _at_head(queries, head):
         (head * queries[2]).to(tl.int32),
         (head * queries[5]).to(tl.int32),
     )
-
-
-@triton.jit(do_not_specialize=_SIZES)
-def combine_pieces(
-    dk_ptr,
-    dv_ptr,
-    db_ptr,
-    part_ptr,
-    offsets_ptr,
-    live_ptr,
-    owners_live_ptr,
-    memory,
-    size,
-    rows,
-    owners,
-    n_seed,
-    heads,
-    kv_heads,
-    splits,
-    scale,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    DP: tl.constexpr,
-    DVP: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    PIECE: tl.constexpr,
-    PIECES: tl.constexpr,
-    SELF: tl.constexpr,
-    DK: tl.constexpr,
-    DV_: tl.constexpr,
-    DB: tl.constexpr,
-):
-    """Adds the pieces of item `program_id(0)` as one program of `key_gradients` would."""
-    shared = heads // kv_heads
-    item = tl.program_id(0)
-    kv_head = item % kv_heads
-    owner, low = find_keys(
-        memory[4],
-        offsets_ptr,
-        live_ptr,
-        owners_live_ptr,
-        size,
-        rows,
-        owners,
-        item // kv_heads,
-        memory[7] is None,
-        SELF,
-        N,
-    )
-    if owner < owners:
-        _, count = find_queries(offsets_ptr, live_ptr, rows, owner, n_seed)
-        pieces = tl.cdiv(count, piece_rows(count, PIECE, PIECES, M))
-        if pieces > 1:
-            _, _, length, start = locate(memory, size, owner, kv_head)
-            end = size
-            if memory[7] is None:
-                end = length
-            pitch = N * (DP + DVP + shared)
-            total = part_ptr + item.to(tl.int64) * splits * pitch
-            for piece in range(1, pieces):
-                _add(total, total + piece * pitch, shared, DP, DVP, N, DK, DV_, DB)
-            tl.debug_barrier()
-            _finish(
-                total,
-                dk_ptr,
-                dv_ptr,
-                db_ptr,
-                start,
-                low,
-                end,
-                length,
-                memory,
-                heads,
-                kv_heads,
-                kv_head,
-                scale,
-                D,
-                DV,
-                DP,
-                DVP,
-                N,
-                DK,
-                DV_,
-                DB,
-            )
 
 
 @triton.jit(do_not_specialize=["entries"])

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -168,7 +167,7 @@ class TreeRanker(Ranker):
             if x.history is not None
         ]
         q = self.heads(self.query(seeds))  # [candidates, seeds, H, D]
-        attended = cast(Tensor, ikbo.target_attention(q, histories, tree=tree, level=leaf))
+        attended = ikbo.target_attention(q, histories, tree=tree, level=leaf)
 
         features = {name: x.features for name, x in inputs.items()}
         features[leaf] = torch.cat([features[leaf], attended.flatten(1)], dim=1)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,44 +14,50 @@ from ikbo_tree.kernels.self_target_attention.op import (
     self_target_attention as _self_target_attention,
 )
 from ikbo_tree.kernels.target_attention.op import target_attention as _target_attention
+from ikbo_tree.ops.memories import FLOATS, Memory, check_like, checked_memory, shape_of
 from ikbo_tree.tree import BroadcastTree, Plan
 
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+@overload
+def target_attention(
+    q: Tensor,
+    memories: Mapping[str, tuple[Tensor, Tensor]] | Sequence[Memory],
+    *,
+    tree: BroadcastTree,
+    level: str,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    plan: Plan | None = None,
+    impl: str = "auto",
+) -> Tensor: ...
 
 
-@dataclass(frozen=True, eq=False)
-class Memory:
-    """Keys and values that each row of a level owns, and that all rows below it attend to.
+@overload
+def target_attention(
+    q: Tensor,
+    memories: Mapping[str, tuple[Tensor, Tensor]] | Sequence[Memory],
+    *,
+    tree: BroadcastTree,
+    level: str,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    plan: Plan | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
 
-    Padded: `k` [rows, S, Hkv, D], of which row c owns `k[c, :lengths[c]]`. Packed: `k` [total, Hkv,
-    D], of which it owns `k[offsets[c]:offsets[c + 1]]`; offsets need not begin at 0, nor end where
-    the buffer does. Entries that no row owns, or that are masked, are never read: NaN there is
-    harmless, and their gradient is exactly zero.
 
-    Lengths must lie in 0 ... S, offsets must not decrease nor leave the buffer. On a CPU this is
-    checked (not while a call is traced); on CUDA a check would wait for the device, so there they
-    are clamped, and a decreasing pair owns nothing.
-
-    Attributes:
-        level: the level or table.
-        k: [rows, S, Hkv, D] or [total, Hkv, D], any strides. H query heads share its Hkv heads:
-            head h uses h // (H // Hkv).
-        v: [rows, S, Hkv, Dv] or [total, Hkv, Dv].
-        lengths: [rows], any integer dtype, if padded; None: every row owns S.
-        offsets: [rows + 1], any integer dtype, if packed.
-        bias: float, [rows, S] or [rows, S, H], packed [total] or [total, H]: added to the scaled
-            scores, in units of the natural logarithm (log w gives a key the weight w; -inf none).
-        mask: bool, [rows, S], packed [total]: true where a key takes part.
-    """
-
-    level: str
-    k: Tensor
-    v: Tensor
-    lengths: Tensor | None = None
-    offsets: Tensor | None = None
-    bias: Tensor | None = None
-    mask: Tensor | None = None
+@overload
+def target_attention(
+    q: Tensor,
+    memories: Mapping[str, tuple[Tensor, Tensor]] | Sequence[Memory],
+    *,
+    tree: BroadcastTree,
+    level: str,
+    scale: float | None = None,
+    return_lse: bool,
+    plan: Plan | None = None,
+    impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def target_attention(
@@ -108,12 +113,12 @@ def target_attention(
     _check_queries("q", q, tree, level)
     named = _named(memories)
     tree.chain("memories", [memory.level for memory in named.values()], level)
-    checked = [_checked(name, memory, q, tree) for name, memory in named.items()]
+    checked = [checked_memory(name, memory, q, tree) for name, memory in named.items()]
     first = named[next(iter(named))]
     for name, memory in named.items():
         if memory.v.shape[-1] != first.v.shape[-1]:
             width = f"must be {first.v.shape[-1]} wide, like the first memory's"
-            raise TreeError(f"{name}.v", width, _shape(memory.v))
+            raise TreeError(f"{name}.v", width, shape_of(memory.v))
     if plan is not None:
         _check_plan(plan, tree, level)
     routes = [tree.route(level, memory.level) for memory in checked]
@@ -188,13 +193,13 @@ def self_target_attention(
     checked_name(impl)
     _check_queries("q", q, tree, level)
     tree.chain("of", [of], level)
-    memory = _checked("", Memory(of, k, v, lengths, offsets), q, tree)
+    memory = checked_memory("", Memory(of, k, v, lengths, offsets), q, tree)
     expected = (*k.shape[:-2], *q.shape[2:])
     if tuple(q_self.shape) != expected:
         raise TreeError(
-            "q_self", f"must have shape {expected}, a query for each key", _shape(q_self)
+            "q_self", f"must have shape {expected}, a query for each key", shape_of(q_self)
         )
-    _check_like("q_self", q_self, q)
+    check_like("q_self", q_self, q)
     route = tree.route(level, of)
     results: tuple[Tensor, Tensor, Tensor, Tensor] = _self_target_attention(
         q_self,
@@ -227,123 +232,11 @@ def _named(
 
 def _check_queries(argument: str, q: Tensor, tree: BroadcastTree, level: str) -> None:
     tree.structure.at("level", level)
-    if q.dtype not in _FLOATS:
+    if q.dtype not in FLOATS:
         raise TypeError(f"{argument} must be float64, float32, float16 or bfloat16; got {q.dtype}")
     if q.dim() != 4 or q.shape[3] == 0:
-        raise TreeError(argument, "must have shape [rows, n_seed, H, D], D > 0", _shape(q))
+        raise TreeError(argument, "must have shape [rows, n_seed, H, D], D > 0", shape_of(q))
     tree.check(argument, q, level)
-
-
-def _checked(name: str, memory: Memory, q: Tensor, tree: BroadcastTree) -> Memory:
-    """The memory with lengths and offsets of a dtype that ops take."""
-    at = f"{name}." if name else ""
-    k, v, packed = memory.k, memory.v, memory.k.dim() == 3
-    if k.dim() not in (3, 4):
-        rule = "must have shape [rows, S, Hkv, D], or packed [total, Hkv, D]"
-        raise TreeError(f"{at}k", rule, _shape(k))
-    for argument, x in (("k", k), ("v", v)):
-        _check_like(at + argument, x, q)
-        if not packed:
-            tree.check(at + argument, x, memory.level)
-    if v.shape[:-1] != k.shape[:-1]:
-        raise TreeError(f"{at}v", f"must have shape [{_sizes(k.shape[:-1])}, Dv]", _shape(v))
-    heads, dim = q.shape[2:]
-    if k.shape[-1] != dim:
-        raise TreeError(f"{at}k", f"must be {dim} wide, as the queries are", _shape(k))
-    if k.shape[-2] == 0 or heads % k.shape[-2]:
-        rule = f"must have a number of heads that divides the queries' {heads}"
-        raise TreeError(f"{at}k", rule, f"{k.shape[-2]} of shape {_shape(k)}")
-    _check_bias_and_mask(at, memory, heads, q)
-    if packed:
-        if memory.offsets is None or memory.lengths is not None:
-            raise TreeError(f"{at}k", "must come with offsets (not lengths) if packed", _shape(k))
-        return replace(memory, offsets=_checked_offsets(f"{at}offsets", memory, tree))
-    if memory.offsets is not None:
-        raise TreeError(f"{at}k", "must be packed, [total, Hkv, D], with offsets", _shape(k))
-    return replace(memory, lengths=_checked_lengths(f"{at}lengths", memory, tree))
-
-
-def _check_bias_and_mask(at: str, memory: Memory, heads: int, q: Tensor) -> None:
-    places = memory.k.shape[:-2]
-    bias, mask = memory.bias, memory.mask
-    if bias is not None:
-        if bias.dtype not in _FLOATS:
-            names = "float64, float32, float16 or bfloat16"
-            raise TypeError(f"{at}bias must be {names}; got {bias.dtype}")
-        if bias.shape not in (places, (*places, heads)):
-            rule = f"must have shape [{_sizes(places)}] or [{_sizes(places)}, {heads}]"
-            raise TreeError(f"{at}bias", rule, _shape(bias))
-        _check_device(f"{at}bias", bias, q)
-    if mask is not None:
-        if mask.dtype != torch.bool:
-            raise TypeError(f"{at}mask must be bool; got {mask.dtype}")
-        if mask.shape != places:
-            raise TreeError(f"{at}mask", f"must have shape [{_sizes(places)}]", _shape(mask))
-        _check_device(f"{at}mask", mask, q)
-
-
-def _checked_lengths(argument: str, memory: Memory, tree: BroadcastTree) -> Tensor | None:
-    lengths = memory.lengths
-    if lengths is None:
-        return None
-    _check_integers(argument, lengths, tree.capacity(memory.level), memory, tree)
-    longest = memory.k.shape[1]
-    # Dead rows may hold anything.
-    live = lengths[: tree.rows(memory.level)] if _readable(lengths) else None
-    if live is not None and live.numel():
-        low, high = (int(x) for x in torch.aminmax(live))
-        if low < 0 or high > longest:
-            rule = f"must lie in 0 ... {longest}, the padded length"
-            raise TreeError(argument, rule, str(low if low < 0 else high))
-    return _as_index(lengths)
-
-
-def _checked_offsets(argument: str, memory: Memory, tree: BroadcastTree) -> Tensor:
-    offsets = memory.offsets
-    assert offsets is not None
-    _check_integers(argument, offsets, tree.capacity(memory.level) + 1, memory, tree)
-    total = memory.k.shape[0]
-    if _readable(offsets):
-        live = offsets[: tree.rows(memory.level) + 1].to(torch.int64)
-        if bool((live.diff() < 0).any()):
-            at = int((live.diff() < 0).nonzero()[0])
-            got = f"{int(live[at])}, {int(live[at + 1])} at position {at}"
-            raise TreeError(argument, "must not decrease", got)
-        if int(live[0]) < 0 or int(live[-1]) > total:
-            got = f"{int(live[0])} ... {int(live[-1])}"
-            raise TreeError(argument, f"must lie in 0 ... {total}, the length of k", got)
-    return _as_index(offsets)
-
-
-def _check_integers(
-    argument: str, x: Tensor, entries: int, memory: Memory, tree: BroadcastTree
-) -> None:
-    if x.dtype not in _INTEGERS:
-        raise TypeError(f"{argument} must be integers; got {x.dtype}")
-    if x.dim() != 1 or x.shape[0] != entries:
-        rule = f"must have shape [{entries}] for level {memory.level!r}"
-        raise TreeError(argument, rule, _shape(x))
-    _check_device(argument, x, memory.k)
-
-
-def _readable(x: Tensor) -> bool:
-    """Whether its values can be looked at without waiting for a device or breaking a trace."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and type(x) is Tensor
-
-
-def _as_index(x: Tensor) -> Tensor:
-    return x if x.dtype in (torch.int32, torch.int64) else x.to(torch.int32)
-
-
-def _check_like(argument: str, x: Tensor, q: Tensor) -> None:
-    if x.dtype != q.dtype:
-        raise TypeError(f"{argument} must be {q.dtype}, as q is; got {x.dtype}")
-    _check_device(argument, x, q)
-
-
-def _check_device(argument: str, x: Tensor, q: Tensor) -> None:
-    if x.device != q.device:
-        raise TreeError(argument, f"must be on the tree's device {q.device}", str(x.device))
 
 
 def _check_plan(plan: Plan, tree: BroadcastTree, level: str) -> None:
@@ -357,11 +250,3 @@ def _check_plan(plan: Plan, tree: BroadcastTree, level: str) -> None:
 
 def _scale(scale: float | None, q: Tensor) -> float:
     return float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
-
-
-def _sizes(shape: Sequence[Any]) -> str:
-    return ", ".join(map(str, shape))
-
-
-def _shape(x: Tensor) -> str:
-    return f"shape {tuple(x.shape)}"

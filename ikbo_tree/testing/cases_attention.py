@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikbo_tree.kernels.target_attention import reference
-from ikbo_tree.ops.attention import Memory, self_target_attention, target_attention
+from ikbo_tree.ops import Memory, self_target_attention, target_attention
 from ikbo_tree.testing import oracles
 from ikbo_tree.testing.cases import (
     Arrays,
@@ -171,12 +170,12 @@ def _heads(rng: np.random.Generator) -> tuple[int, int, int, int, int]:
     return n, heads, shared, dim, pick(rng, [dim, 3])
 
 
-class _Flash(torch.autograd.Function):
-    """The reference's `attend` with the backward formula of flash attention.
+class _Terms(torch.autograd.Function):
+    """The reference's `attend` whose gradients are sums of the absolute values of their terms.
 
-    It takes a softmax's inner product from the output, `sum(dO * O)`, where autograd takes it from
-    the probabilities. In float32 either is as good; where one key has nearly all the weight the
-    second one's error vanishes and the first one's does not.
+    The gradient of a score is p (dO . V - dO . O): where one key has nearly all the weight the two
+    products cancel, and how they were rounded is what remains. And p = exp(score - lse), which a
+    backward pass that keeps only the log-sum-exp computes, errs by roundings of both.
     """
 
     @staticmethod
@@ -184,39 +183,40 @@ class _Flash(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, valid: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         o, lse = _ATTEND(q, k, v, bias, valid, scale)
-        ctx.save_for_backward(q, k, v, bias, valid, o, lse)
-        ctx.scale = scale
+        scores = torch.einsum("rnhd,rkhd->rnhk", q, k) * scale + bias.transpose(1, 2).unsqueeze(1)
+        known = lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
+        p = (scores - known).exp() * (1 + scores.abs() + known.abs())
+        p = p.masked_fill(~valid.unsqueeze(2) | (scores == -torch.inf), 0)
+        ctx.save_for_backward(q.abs(), k.abs(), v.abs(), o.abs(), p)
+        ctx.scale = abs(scale)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, valid, o, lse = ctx.saved_tensors
-        scores = torch.einsum("rnhd,rkhd->rnhk", q, k) * ctx.scale
-        scores = scores + bias.transpose(1, 2).unsqueeze(1)
-        known = lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
-        p = (scores - known).exp().masked_fill(~valid.unsqueeze(2), 0)
-        inner = (grad_o * o).sum(-1) - grad_lse
-        grad = p * (torch.einsum("rnhd,rkhd->rnhk", grad_o, v) - inner.unsqueeze(-1))
+        q, k, v, o, p = ctx.saved_tensors
+        size = grad_o.abs()
+        inner = (size * o).sum(-1) + grad_lse.abs()
+        grad = p * (torch.einsum("rnhd,rkhd->rnhk", size, v) + inner.unsqueeze(-1))
         grad = grad.masked_fill(p == 0, 0)
         dq = torch.einsum("rnhk,rkhd->rnhd", grad, k) * ctx.scale
         dk = torch.einsum("rnhk,rnhd->rkhd", grad, q) * ctx.scale
-        dv = torch.einsum("rnhk,rnhd->rkhd", p, grad_o)
+        dv = torch.einsum("rnhk,rnhd->rkhd", p, size)
         return dq, dk, dv, grad.sum(1).transpose(1, 2), None, None
 
 
 _ATTEND = reference.attend
 
 
-def _flash_attend(
+def _attend_terms(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, valid: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    if bias is None:
-        bias = q.new_zeros(k.shape[:3])
-    found: tuple[Tensor, Tensor] = _Flash.apply(q, k, v, bias, valid, scale)  # type: ignore[no-untyped-call]
+    bias = q.new_zeros(k.shape[:3]) if bias is None else bias
+    found: tuple[Tensor, Tensor] = _Terms.apply(q, k, v, bias, valid, scale)  # type: ignore[no-untyped-call]
     return found
 
 
-_VARIANTS = (nullcontext, lambda: mock.patch.object(reference, "attend", _flash_attend))
+def _terms() -> Any:
+    return mock.patch.object(reference, "attend", _attend_terms)
 
 
 @op_case("target_attention")
@@ -228,30 +228,22 @@ def _target_attention(tree: BroadcastTree, rng: np.random.Generator) -> Call:
     inputs = {"q": Input(level, shape=(n, heads, dim))}
     for memory in memories:
         inputs |= memory.inputs(shared, dim, width, heads, rng)
-    with_lse = flag(rng)
-    scale = pick(rng, [None, 0.7])
+    options: dict[str, Any] = {"return_lse": flag(rng), "scale": pick(rng, [None, 0.7])}
 
     def run(tree: BroadcastTree, x: Tensors, impl: str) -> tuple[Tensor, ...]:
-        out = target_attention(
-            x["q"],
-            [memory.memory(tree, x) for memory in memories],
-            tree=tree,
-            level=level,
-            scale=scale,
-            return_lse=with_lse,
-            impl=impl,
-        )
+        listed = [memory.memory(tree, x) for memory in memories]
+        out = target_attention(x["q"], listed, tree=tree, level=level, impl=impl, **options)
         return out if isinstance(out, tuple) else (out,)
 
     def oracle(tree: BroadcastTree, x: Arrays) -> tuple[Array, ...]:
         owned = [memory.oracle(x) for memory in memories]
-        out = oracles.target_attention(tree, x["q"], owned, level, scale)
-        return out if with_lse else out[:1]
+        out = oracles.target_attention(tree, x["q"], owned, level, options["scale"])
+        return out if options["return_lse"] else out[:1]
 
     listed = ", ".join(memory.code() for memory in memories)
-    code = f'target_attention(q, [{listed}], level="{level}", scale={scale}, return_lse={with_lse})'
-    outputs = (Rows(level),) * (2 if with_lse else 1)
-    return Call("target_attention", code, inputs, outputs, run, oracle, variants=_VARIANTS)
+    code = f'target_attention(q, [{listed}], level="{level}", **{options})'
+    outputs = (Rows(level),) * (2 if options["return_lse"] else 1)
+    return Call("target_attention", code, inputs, outputs, run, oracle, terms=_terms)
 
 
 @op_case("self_target_attention")
@@ -300,6 +292,6 @@ def _self_target_attention(tree: BroadcastTree, rng: np.random.Generator) -> Cal
         outputs,
         run,
         oracle,
-        variants=_VARIANTS,
+        terms=_terms,
         entangled=causal,
     )

@@ -13,7 +13,7 @@ from ikbo_tree.testing.budget import Spent, assert_within_budget
 from ikbo_tree.testing.cases import Call
 from ikbo_tree.tree import BroadcastTree
 
-EVALUATIONS = 6
+EVALUATIONS = 5
 
 
 @dataclass
@@ -78,13 +78,15 @@ class Expected:
 
     Attributes:
         exact: outputs by the NumPy oracle, gradients by the float64 reference.
-        evaluations: the reference in float32, on the inputs and on inputs moved by up to one
-            float32 rounding, which is what any evaluation in float32 may do to them. One alone may
-            be exact by luck in a row where others, as good, are not.
+        evaluations: the reference in float32, on the inputs and on inputs moved by up to one unit
+            in the last place, which is what any evaluation in float32 may do to them. One alone
+            may be exact by luck in a row where others, as good, are not.
+        terms: for gradients whose terms may cancel, what the terms add up to without their signs.
     """
 
     exact: Results
     evaluations: list[Results]
+    terms: dict[str, Tensor] = field(default_factory=dict)
 
     def check(
         self, got: Results, call: Call, *, skip: Mapping[str, np.ndarray] | None = None
@@ -111,6 +113,7 @@ class Expected:
                 roundings=call.roundings,
                 rows=rows,
                 ignore=None if skip is None else skip.get(name),
+                terms=self.terms.get(name),
             )
         return spent
 
@@ -125,19 +128,22 @@ def expect(
     oracle = call.oracle(tree, {name: x.numpy() for name, x in wide.items()})
     exact.outputs = tuple(torch.from_numpy(np.asarray(y, np.float64)) for y in oracle)
     evaluations = []
-    for k in range(EVALUATIONS // len(call.variants) if call.continuous else 1):
+    for k in range(EVALUATIONS if call.continuous else 1):
         at = {name: _moved(x, k, i) for i, (name, x) in enumerate(wide.items())}
         along = [_moved(g, k, 100 + i) for i, g in enumerate(grads64)]
-        for variant in call.variants:
-            with variant():
-                evaluations.append(run(call, tree, at, along, "reference"))
-    return Expected(exact, evaluations)
+        evaluations.append(run(call, tree, at, along, "reference"))
+    terms = {}
+    if call.terms is not None:
+        with call.terms():
+            found = run(call, tree, wide, grads64, "reference").gradients
+        terms = {f"gradient of {name}": x for name, x in found.items()}
+    return Expected(exact, evaluations, terms)
 
 
 def _moved(x: Tensor, k: int, salt: int) -> Tensor:
-    """`x` in float32; for k > 0 moved by up to one rounding, every k another way."""
+    """`x` in float32; for k > 0 moved by up to one unit in the last place, every k another way."""
     if k == 0:
         return x.float()
     generator = torch.Generator().manual_seed(1000 * k + salt)
-    by = torch.rand(x.shape, generator=generator, dtype=torch.float64) - 0.5
+    by = torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1
     return (x + x * by * torch.finfo(torch.float32).eps).float()

@@ -200,10 +200,16 @@ def keys_of(memory, row):
     return keys
 
 
-def expected(call, dtype=np.float64):
+def expected(call, dtype=np.float64, weights=None):
     """Results and gradients by name, computed in `dtype`, and the sizes of their terms.
 
     What belongs to a padded memory has its first two dims joined.
+
+    Args:
+        call: the call.
+        dtype: of the computation.
+        weights: torch dtype that P and dS are rounded to before they are multiplied with values,
+            keys, queries and gradients, as matrix instructions take them; None: they are not.
     """
     flat = {name: _joined(name, x, call, dtype) for name, x in _floats(call).items()}
     width = call.memories[0].v.shape[-1]
@@ -218,12 +224,12 @@ def expected(call, dtype=np.float64):
     up = oracles.Parents(call.tree)
     for row in range(call.tree.rows(call.level)):
         keys = [keys_of(m, up.above(call.level, row, m.level)) for m in call.memories]
-        _attend(call, flat, exact, sizes, "", np.array([row]), keys)
+        _attend(call, flat, exact, sizes, "", np.array([row]), keys, weights)
     if call.q_self is not None:
         (memory,) = call.memories
         for row in range(call.tree.rows(memory.level)):
             keys = keys_of(memory, row)
-            _attend(call, flat, exact, sizes, "_self", keys, [keys])
+            _attend(call, flat, exact, sizes, "_self", keys, [keys], weights)
     return exact, sizes
 
 
@@ -242,7 +248,7 @@ def _joined(name, x, call, dtype):
     return array
 
 
-def _attend(call, flat, exact, sizes, suffix, mine, at):
+def _attend(call, flat, exact, sizes, suffix, mine, at, weights):
     """Adds what query rows `mine` give and get; they attend to the keys `at` of each memory."""
     q_rows, heads = flat[f"q{suffix}"][mine], call.q.shape[2]
     if len(mine) == 0:
@@ -282,7 +288,9 @@ def _attend(call, flat, exact, sizes, suffix, mine, at):
     ds_size = weight * abs(dp - delta) + p * (dp_size + delta_size)
     lse_size = finite_lse + (p * condition).sum(-1, keepdims=True)
 
-    _add(exact, suffix, mine, at, o, lse, p * (dp - delta), p, q, k, do, scale)
+    p16, ds = (_rounded(x, weights) for x in (p, p * (dp - delta)))
+    o = np.einsum("nhl,lhe->nhe", p16, v)
+    _add(exact, suffix, mine, at, o, lse, ds, p16, q, k, do, scale)
     _add(
         sizes,
         suffix,
@@ -297,6 +305,10 @@ def _attend(call, flat, exact, sizes, suffix, mine, at):
         abs(do),
         abs(scale),
     )
+
+
+def _rounded(x, dtype):
+    return x if dtype is None else torch.from_numpy(x).to(dtype).double().numpy().astype(x.dtype)
 
 
 def _keys(flat, i, keys, heads):

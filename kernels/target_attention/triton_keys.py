@@ -65,8 +65,11 @@ def own_rows(memory, size, live_ptr, owners, tile, T: tl.constexpr):
         memory[4], None, None, live_ptr, size, 0, owners, tile, memory[7] is None, True, T
     )
     live = owner < live_rows(live_ptr, owners)
-    start, length = key_span(memory[4], size, tl.where(live, owner, 0), memory[7] is None)
-    return tl.where(live, owner, owners), start, low, tl.where(live, length, 0)
+    start = low.to(tl.int64) * 0
+    length = low * 0
+    if live:
+        start, length = key_span(memory[4], size, owner, memory[7] is None)
+    return tl.where(live, owner, owners), start, low, length
 
 
 @triton.jit

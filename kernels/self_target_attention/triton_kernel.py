@@ -20,18 +20,19 @@ from ikbo_tree.kernels.target_attention import triton_backward, triton_kernel
 from ikbo_tree.kernels.target_attention.config import FUSED_SEEDS
 from ikbo_tree.kernels.target_attention.memories import Memory
 from ikbo_tree.kernels.target_attention.triton_backward import Rows, Sizes, folded
-from ikbo_tree.kernels.target_attention.triton_device import LOG2E
+from ikbo_tree.kernels.target_attention.triton_device import COUNTS, LOG2E, MAPS
 from ikbo_tree.kernels.target_attention.triton_forward import forward_tile
 from ikbo_tree.kernels.target_attention.triton_groups import (
     dense,
     descriptors,
+    extent,
     own_tiles,
     owners,
     single,
 )
 
 
-@triton.jit(do_not_specialize=["size", "rows", "segments", "owners", "n_seed", "own_programs"])
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=MAPS)
 def forward_both(
     own_q_ptr,
     own_o_ptr,
@@ -44,6 +45,7 @@ def forward_both(
     offsets_ptr,
     live_ptr,
     memory,
+    extent_ptr,
     k_desc,
     v_desc,
     size,
@@ -85,6 +87,7 @@ def forward_both(
             None,
             own_live_ptr,
             (memory,),
+            ((extent_ptr,), (None,), (None,)),
             (k_desc, v_desc),
             (size,),
             own_q_seed,
@@ -123,6 +126,7 @@ def forward_both(
             offsets_ptr,
             live_ptr,
             (memory,),
+            ((extent_ptr,), (None,), (None,)),
             (k_desc, v_desc),
             (size,),
             q_row,
@@ -202,6 +206,7 @@ def forward(
             memory.offsets,
             live,
             group.arguments(sizes.heads)[0],
+            extent(memory),
             *descriptors(group, tile)[:2],
             group.sizes()[0],
             own.stride(0),

@@ -91,13 +91,22 @@ def _config(forward: Tile, chunks: Tile, queries: Tile, keys: Tile) -> Config:
 # By padded width (the larger of D and Dv); each serves the widths up to it.
 _HOPPER_16 = {
     64: _config(
-        Tile(128, 128, 8, 2, True), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)
+        forward=Tile(128, 128, 8, 2, True),
+        chunks=Tile(64, 64, 4, 2),
+        queries=Tile(64, 64, 4, 2, True),
+        keys=Tile(64, 64, 4, 2, True),
     ),
     128: _config(
-        Tile(128, 128, 8, 2, True), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)
+        forward=Tile(128, 128, 8, 2, True),
+        chunks=Tile(64, 64, 4, 2),
+        queries=Tile(64, 64, 4, 2, True),
+        keys=Tile(64, 64, 4, 2, True),
     ),
     256: _config(
-        Tile(64, 64, 4, 2, True), Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)
+        forward=Tile(128, 64, 8, 2, True),
+        chunks=Tile(64, 64, 8, 1),
+        queries=Tile(128, 32, 8, 2, True),
+        keys=Tile(32, 64, 8, 2, True),
     ),
 }
 _AMPERE_16 = {

@@ -20,6 +20,7 @@ from ikbo_tree.kernels.target_attention.triton_groups import (
     dense,
     descriptor,
     descriptors,
+    extent,
     groups,
     own_tiles,
     owners,
@@ -83,7 +84,8 @@ class Rows:
     @staticmethod
     def of(q: Tensor, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> Rows:
         """From tensors of any strides."""
-        pitch = -(-q.shape[0] * q.shape[1] // 4) * 4  # TMA wants 16 bytes
+        # A multiple of 16 whatever the rows: TMA wants 16 bytes, Triton one kind of integer.
+        pitch = max(1, -(-q.shape[0] * q.shape[1] // 16)) * 16
         return Rows(
             folded(q),
             folded(do),
@@ -224,6 +226,7 @@ class _QueryCall:
             group.tiles.offsets,
             self.live,
             group.arguments(sizes.heads),
+            *group.maps(),
             *descriptors(group, tile),
             *group.sizes(),
             *rows.q.stride()[:3],
@@ -321,7 +324,8 @@ def _launch_keys(
             memory.offsets,
             live,
             own_live,
-            arguments(memory, sizes.heads, True),
+            arguments(memory, sizes.heads),
+            extent(memory),
             k.shape[0 if memory.packed else 1],
             sizes.rows,
             owners(memory),

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 
 from ikbo_tree.kernels.target_attention.triton_device import (
+    COUNTS,
+    MAPS,
     attend,
     find_rows,
     first_state,
@@ -29,19 +31,7 @@ from ikbo_tree.kernels.target_attention.triton_device import (
 )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "size0",
-        "size1",
-        "size2",
-        "size3",
-        "rows",
-        "segments",
-        "n_seed",
-        "slots",
-        "splits",
-    ]
-)
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=MAPS)
 def forward_chunks(
     q_ptr,
     o_ptr,
@@ -53,6 +43,10 @@ def forward_chunks(
     offsets_ptr,
     live_ptr,
     memories,
+    extent0,
+    extent1,
+    extent2,
+    extent3,
     size0,
     size1,
     size2,
@@ -92,6 +86,7 @@ def forward_chunks(
     the weighted sums of values first; slots: chunks that a tile may have; CHUNK: keys of a chunk;
     FEW: query rows of a segment up to which its keys are cut, others have one chunk a memory.
     """
+    extents = (extent0, extent1, extent2, extent3)
     sizes = (size0, size1, size2, size3)
     head = tl.program_id(0) % heads
     tile = tl.program_id(0) // heads
@@ -116,7 +111,7 @@ def forward_chunks(
         before = 0
         if splits == 0:
             for i in tl.static_range(COUNT):
-                _, length = key_span(memories[i][4], sizes[i], segment, memories[i][7] is None)
+                _, length = key_span(extents[i], sizes[i], segment, memories[i][4] is None)
                 before += tl.cdiv(length, tl.where(few, CHUNK, tl.maximum(length, 1)))
             for chunk in range(before):
                 slot = tl.program_id(0).to(tl.int64) * slots + chunk
@@ -124,7 +119,7 @@ def forward_chunks(
         else:
             for i in tl.static_range(COUNT):
                 k_ptr, v_ptr, length, start = locate(
-                    memories[i], sizes[i], segment, head // memories[i][15]
+                    memories[i], extents[i], sizes[i], segment, head // memories[i][12]
                 )
                 size = tl.where(few, CHUNK, tl.maximum(length, 1))
                 chunks = tl.cdiv(length, size)
@@ -141,7 +136,7 @@ def forward_chunks(
                         v_ptr,
                         start,
                         head,
-                        head // memories[i][15],
+                        head // memories[i][12],
                         low,
                         tl.minimum(low + size, length),
                         scale2,

@@ -2,16 +2,22 @@
 
 A *memory* travels to a kernel as a tuple, in this order (None where it has no such thing):
 
-    0-3    k, v, bias, mask    pointers; bias and mask are contiguous
-    4      extent              lengths of a padded memory, offsets of a packed one
-    5, 6   index, offsets      the route's, where the row is not the segment of the tile
-    7-9    k_row, k_pos, k_head    strides; k_row is None in a packed memory
-    10-12  v_row, v_pos, v_head
-    13-14  bias_pos, bias_head
-    15     how many heads of the queries share one of the keys
+    0-3    k, v, bias, mask        pointers; bias and mask are contiguous
+    4-6    k_row, k_pos, k_head    strides; k_row is None in a packed memory
+    7-9    v_row, v_pos, v_head
+    10-11  bias_pos, bias_head
+    12     how many heads of the queries share one of the keys
 
-and beside it its `size`: S of a padded memory, the number of entries of a packed one. An *entry* is
-a key's place among all of a memory's: row * S + key, or the place itself in a packed one.
+Beside it come, as arguments of their own, since Triton would compile a kernel for each alignment of
+a map and each kind of number in a tuple:
+
+    extent     lengths of a padded memory, offsets of a packed one
+    index      the route's; None where a memory's row is the segment of the tile
+    border     the route's offsets, likewise
+    size       S of a padded memory, the number of entries of a packed one
+
+An *entry* is a key's place among all of a memory's: row * S + key, or the place itself in a packed
+one.
 
 A softmax *state* is (maximum [M], sum [M], weighted sum of values [M, DVP]), all float32, the
 maximum in units of log2, so that exp2 needs no multiplication: `scale2` is scale * log2(e).
@@ -27,6 +33,17 @@ import triton.language as tl
 
 from ikbo_tree.kernels.common.triton_lib import live_rows, rows_at
 from ikbo_tree.kernels.common.triton_tiles import find_tile
+
+COUNTS = [
+    *("rows", "segments", "owners", "n_seed", "entries", "items", "slots", "splits"),
+    *("size", "size0", "size1", "size2", "size3", "own_programs", "stats_pitch"),
+]
+"""Arguments of all kernels that follow from row counts: nothing is compiled for their values."""
+MAPS = [
+    *("order_ptr", "offsets_ptr", "live_ptr", "own_live_ptr", "owners_live_ptr", "extent_ptr"),
+    *(f"{name}{i}" for name in ("extent", "index", "border") for i in range(4)),
+]
+"""Maps lie anywhere in a tree's buffer: nothing is compiled for their alignment."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -49,22 +66,22 @@ def key_span(extent_ptr, size, row, PACKED: tl.constexpr):
 
 
 @triton.jit
-def locate(memory, size, row, kv_head):
+def locate(memory, extent_ptr, size, row, kv_head):
     """The keys that a row of a memory owns.
 
     Returns:
         Pointers at the first key and value of one head, the number of keys, the first one's entry.
     """
     row = row.to(tl.int64)
-    start, length = key_span(memory[4], size, row, memory[7] is None)
-    k_ptr = memory[0] + kv_head.to(tl.int64) * memory[9]
-    v_ptr = memory[1] + kv_head.to(tl.int64) * memory[12]
-    if memory[7] is None:
-        k_ptr += start * memory[8]
-        v_ptr += start * memory[11]
+    start, length = key_span(extent_ptr, size, row, memory[4] is None)
+    k_ptr = memory[0] + kv_head.to(tl.int64) * memory[6]
+    v_ptr = memory[1] + kv_head.to(tl.int64) * memory[9]
+    if memory[4] is None:
+        k_ptr += start * memory[5]
+        v_ptr += start * memory[8]
     else:
-        k_ptr += row * memory[7]
-        v_ptr += row * memory[10]
+        k_ptr += row * memory[4]
+        v_ptr += row * memory[7]
     return k_ptr, v_ptr, length, start
 
 
@@ -184,7 +201,7 @@ def key_bias(memory, start, head, steps, valid):
     """[keys] float32 in units of log2: a memory's bias of keys that one row owns; None without."""
     bias = None
     if memory[2] is not None:
-        ptrs = memory[2] + (start + steps) * memory[13] + head * memory[14]
+        ptrs = memory[2] + (start + steps) * memory[10] + head * memory[11]
         if valid is None:
             bias = tl.load(ptrs).to(tl.float32) * LOG2E
         else:
@@ -392,21 +409,21 @@ def attend(
         bias = key_bias(memory, start, head, steps, None)
         if memory[3] is None:
             valid = None
-            k = full_block(memory, k_desc, k_ptr, start, at, kv_head, 8, 9, D, DP, N)
-            v = full_block(memory, v_desc, v_ptr, start, at, kv_head, 11, 12, DV, DVP, N)
+            k = full_block(memory, k_desc, k_ptr, start, at, kv_head, 5, 6, D, DP, N)
+            v = full_block(memory, v_desc, v_ptr, start, at, kv_head, 8, 9, DV, DVP, N)
         else:
             seen = seen_keys(memory, start, steps, None)
             valid = seen[None, :]
-            k = load_rows(k_ptr, memory[8], steps, seen, D, DP)
-            v = load_rows(v_ptr, memory[11], steps, seen, DV, DVP)
+            k = load_rows(k_ptr, memory[5], steps, seen, D, DP)
+            v = load_rows(v_ptr, memory[8], steps, seen, DV, DVP)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         state = weigh(scores, v, state, scale2, bias, valid, PRECISION)
     for at in tl.range(full, high, N, num_stages=1):
         steps = at + tl.arange(0, N)
         seen = seen_keys(memory, start, steps, steps < high)
         bias = key_bias(memory, start, head, steps, seen)
-        k = load_rows(k_ptr, memory[8], steps, seen, D, DP)
-        v = load_rows(v_ptr, memory[11], steps, seen, DV, DVP)
+        k = load_rows(k_ptr, memory[5], steps, seen, D, DP)
+        v = load_rows(v_ptr, memory[8], steps, seen, DV, DVP)
         valid = seen[None, :]
         if limit is not None:
             valid = valid & (steps[None, :] <= limit[:, None])

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 
 from ikbo_tree.kernels.target_attention.triton_device import (
+    COUNTS,
+    MAPS,
     attend,
     find_rows,
     first_state,
@@ -38,6 +40,7 @@ def forward_tile(
     offsets_ptr,
     live_ptr,
     memories,
+    maps,
     descriptors,
     sizes,
     q_row,
@@ -73,7 +76,8 @@ def forward_tile(
     comes from `part`. LAST: writes o and lse; otherwise `part`.
     order_ptr: rows by position, or None. offsets_ptr: [segments + 1] first position of each
     segment; None: each row is one. live_ptr: [1] live rows, or None.
-    memories: COUNT tuples, see triton_device; `sizes` beside them; descriptors: (k, v) of each as
+    memories: COUNT tuples, see triton_device; maps: extents, indices and borders, and sizes, beside
+    them; descriptors: (k, v) of each as
     [entries, columns] with boxes [N, DP] and [N, DVP], or None. RUNS: they have routes of their
     own, so a tile may have to be cut where one of them passes on to its next row.
     OWN: the queries are the memory's own, one an entry, in `segments` rows of which `live_ptr` are
@@ -81,10 +85,13 @@ def forward_tile(
     q_row, q_seed, q_head: strides. scale2: magnitude of the scores' factor, times log2(e);
     NEGATIVE: it is negative. M, N: query rows a tile, keys a block.
     """
+    extents, indices, borders = maps
     head = number % heads
     tile = number // heads
     if OWN:
-        segment, begin, first, end = own_rows(memories[0], sizes[0], live_ptr, segments, tile, M)
+        segment, begin, first, end = own_rows(
+            memories[0], extents[0], sizes[0], live_ptr, segments, tile, M
+        )
     else:
         segment, begin, first, end = find_rows(
             offsets_ptr, live_ptr, segments, rows, tile, n_seed, M
@@ -99,8 +106,8 @@ def forward_tile(
         stop = end
         if RUNS:
             for i in tl.static_range(COUNT):
-                if memories[i][5] is not None:
-                    border = tl.load(memories[i][6] + tl.load(memories[i][5] + row) + 1)
+                if indices[i] is not None:
+                    border = tl.load(borders[i] + tl.load(indices[i] + row) + 1)
                     left = (border - begin).to(tl.int64) * n_seed
                     stop = tl.minimum(stop.to(tl.int64), left).to(tl.int32)
         steps = first + tl.arange(0, M)
@@ -115,10 +122,10 @@ def forward_tile(
             state = load_state(part_ptr, part_lse_ptr, flat * heads + head, valid, DV, DVP)
         for i in tl.static_range(COUNT):
             owner = segment
-            if memories[i][5] is not None:
-                owner = tl.load(memories[i][5] + row)
+            if indices[i] is not None:
+                owner = tl.load(indices[i] + row)
             k_ptr, v_ptr, length, start = locate(
-                memories[i], sizes[i], owner, head // memories[i][15]
+                memories[i], extents[i], sizes[i], owner, head // memories[i][12]
             )
             state = attend(
                 q,
@@ -130,7 +137,7 @@ def forward_tile(
                 v_ptr,
                 start,
                 head,
-                head // memories[i][15],
+                head // memories[i][12],
                 0,
                 length,
                 scale2,
@@ -148,7 +155,7 @@ def forward_tile(
         first = stop
 
 
-@triton.jit(do_not_specialize=["size0", "size1", "size2", "size3", "rows", "segments", "n_seed"])
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=MAPS)
 def forward_rows(
     q_ptr,
     o_ptr,
@@ -159,6 +166,18 @@ def forward_rows(
     offsets_ptr,
     live_ptr,
     memories,
+    extent0,
+    index0,
+    border0,
+    extent1,
+    index1,
+    border1,
+    extent2,
+    index2,
+    border2,
+    extent3,
+    index3,
+    border3,
     k_desc0,
     v_desc0,
     k_desc1,
@@ -204,6 +223,11 @@ def forward_rows(
         offsets_ptr,
         live_ptr,
         memories,
+        (
+            (extent0, extent1, extent2, extent3),
+            (index0, index1, index2, index3),
+            (border0, border1, border2, border3),
+        ),
         (k_desc0, v_desc0, k_desc1, v_desc1, k_desc2, v_desc2, k_desc3, v_desc3),
         (size0, size1, size2, size3),
         q_row,

@@ -57,7 +57,15 @@ class Group:
 
     def arguments(self, heads: int) -> tuple[tuple[Any, ...], ...]:
         """The memories as kernels take them: see triton_device."""
-        return tuple(arguments(memory, heads, not self.runs) for memory in self.memories)
+        return tuple(arguments(memory, heads) for memory in self.memories)
+
+    def maps(self) -> list[Tensor | None]:
+        """Extent, index and border of each memory, as kernels take them."""
+        found: list[Tensor | None] = []
+        for memory in self.memories:
+            found.append(extent(memory))
+            found += [memory.index, memory.offsets] if self.runs else [None, None]
+        return found + [None] * (3 * MOST - len(found))
 
     def sizes(self) -> tuple[int, ...]:
         """What goes beside them."""
@@ -118,13 +126,12 @@ def _route(memory: Memory) -> tuple[int, int] | None:
     return memory.offsets.data_ptr(), 0 if memory.order is None else memory.order.data_ptr()
 
 
-def arguments(memory: Memory, heads: int, at_tile: bool) -> tuple[Any, ...]:
+def arguments(memory: Memory, heads: int) -> tuple[Any, ...]:
     """One memory as kernels take it.
 
     Args:
         memory: the memory.
         heads: of the queries.
-        at_tile: its row is the segment that a tile belongs to; no route is needed.
     """
     k, v, bias, mask = dense(memory.k), dense(memory.v), memory.bias, memory.mask
     if bias is not None:
@@ -134,15 +141,17 @@ def arguments(memory: Memory, heads: int, at_tile: bool) -> tuple[Any, ...]:
         v,
         bias,
         None if mask is None else mask.contiguous(),
-        None if memory.extent is None else memory.extent.contiguous(),
-        None if at_tile else memory.index,
-        None if at_tile else memory.offsets,
         *_strides(k),
         *_strides(v),
         heads if memory.bias_has_heads else 1,
         1 if memory.bias_has_heads else 0,
         heads // k.shape[-2],
     )
+
+
+def extent(memory: Memory) -> Tensor | None:
+    """Which keys each row owns, as kernels take it."""
+    return None if memory.extent is None else memory.extent.contiguous()
 
 
 def _strides(x: Tensor) -> tuple[int | None, int, int]:

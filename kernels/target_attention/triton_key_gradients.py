@@ -17,7 +17,9 @@ import triton.language as tl
 
 from ikbo_tree.kernels.common.triton_lib import live_rows
 from ikbo_tree.kernels.target_attention.triton_device import (
+    COUNTS,
     LOG2E,
+    MAPS,
     key_bias,
     load_rows,
     locate,
@@ -34,10 +36,8 @@ from ikbo_tree.kernels.target_attention.triton_keys import (
     store_part,
 )
 
-_SIZES = ["size", "rows", "owners", "n_seed", "items", "splits"]
 
-
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=MAPS)
 def key_gradients(
     queries,
     q_desc,
@@ -54,6 +54,7 @@ def key_gradients(
     live_ptr,
     owners_live_ptr,
     memory,
+    extent_ptr,
     size,
     rows,
     owners,
@@ -103,7 +104,7 @@ def key_gradients(
         number = item // tl.maximum(splits, 1)
         kv_head = number % kv_heads
         owner, low = find_keys(
-            memory[4],
+            extent_ptr,
             offsets_ptr,
             live_ptr,
             owners_live_ptr,
@@ -111,7 +112,7 @@ def key_gradients(
             rows,
             owners,
             number // kv_heads,
-            memory[7] is None,
+            memory[4] is None,
             SELF,
             N,
         )
@@ -119,18 +120,18 @@ def key_gradients(
             begin, count = find_queries(offsets_ptr, live_ptr, rows, owner, n_seed)
             each = piece_rows(count, PIECE, PIECES, M)
             pieces = tl.maximum(tl.cdiv(count, each), 1)
-            k_ptr, v_ptr, length, start = locate(memory, size, owner, kv_head)
+            k_ptr, v_ptr, length, start = locate(memory, extent_ptr, size, owner, kv_head)
             if SELF:
                 length = tl.where(owner < live_rows(owners_live_ptr, owners), length, 0)
             elif count == 0:
                 length = 0
             keys = low + tl.arange(0, N)
             end = size
-            if memory[7] is None:
+            if memory[4] is None:
                 end = length
             seen = seen_keys(memory, start, keys, keys < length)
-            k = load_rows(k_ptr, memory[8], keys, seen, D, DP)
-            v = load_rows(v_ptr, memory[11], keys, seen, DV, DVP)
+            k = load_rows(k_ptr, memory[5], keys, seen, D, DP)
+            v = load_rows(v_ptr, memory[8], keys, seen, DV, DVP)
             if splits == 0 and pieces > 1:
                 total = part_ptr + number.to(tl.int64) * PIECES * pitch
                 for piece in range(1, pieces):
@@ -379,7 +380,7 @@ def _at_head(queries, head):
     )
 
 
-@triton.jit(do_not_specialize=["entries"])
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=MAPS)
 def sum_heads(x_ptr, out_ptr, entries, heads, BLOCK: tl.constexpr):
     """Writes out [entries] = sum over heads of x [entries, heads], first to last."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -59,16 +59,16 @@ def find_keys(
 
 
 @triton.jit
-def own_rows(memory, size, live_ptr, owners, tile, T: tl.constexpr):
+def own_rows(memory, extent_ptr, size, live_ptr, owners, tile, T: tl.constexpr):
     """`find_rows` of queries that belong to a memory's own rows, one an entry."""
     owner, low = find_keys(
-        memory[4], None, None, live_ptr, size, 0, owners, tile, memory[7] is None, True, T
+        extent_ptr, None, None, live_ptr, size, 0, owners, tile, memory[4] is None, True, T
     )
     live = owner < live_rows(live_ptr, owners)
     start = low.to(tl.int64) * 0
     length = low * 0
     if live:
-        start, length = key_span(memory[4], size, owner, memory[7] is None)
+        start, length = key_span(extent_ptr, size, owner, memory[4] is None)
     return tl.where(live, owner, owners), start, low, length
 
 

@@ -18,7 +18,9 @@ import triton
 import triton.language as tl
 
 from ikbo_tree.kernels.target_attention.triton_device import (
+    COUNTS,
     LOG2E,
+    MAPS,
     NOTHING,
     find_rows,
     flat_offsets,
@@ -104,26 +106,26 @@ def _walk(
         full = tl.minimum(tl.min(limit) + 1, length)
         length = tl.minimum(tl.max(limit) + 1, length)
     full = full // N * N
-    kv_head = head // memory[15]
+    kv_head = head // memory[12]
     for at in tl.range(0, full, N, num_stages=STAGES):
         steps = at + tl.arange(0, N)
         bias = key_bias(memory, start, head, steps, None)
         if memory[3] is None:
             valid = None
-            k = full_block(memory, k_desc, k_ptr, start, at, kv_head, 8, 9, D, DP, N)
-            v = full_block(memory, v_desc, v_ptr, start, at, kv_head, 11, 12, DV, DVP, N)
+            k = full_block(memory, k_desc, k_ptr, start, at, kv_head, 5, 6, D, DP, N)
+            v = full_block(memory, v_desc, v_ptr, start, at, kv_head, 8, 9, DV, DVP, N)
         else:
             seen = seen_keys(memory, start, steps, None)
             valid = seen[None, :]
-            k = load_rows(k_ptr, memory[8], steps, seen, D, DP)
-            v = load_rows(v_ptr, memory[11], steps, seen, DV, DVP)
+            k = load_rows(k_ptr, memory[5], steps, seen, D, DP)
+            v = load_rows(v_ptr, memory[8], steps, seen, DV, DVP)
         sums = _block(sums, q, do, k, v, lse2, delta, scale2, bias, valid, DQ, SQUARES, PRECISION)
     for at in tl.range(full, length, N, num_stages=1):
         steps = at + tl.arange(0, N)
         seen = seen_keys(memory, start, steps, steps < length)
         bias = key_bias(memory, start, head, steps, seen)
-        k = load_rows(k_ptr, memory[8], steps, seen, D, DP)
-        v = load_rows(v_ptr, memory[11], steps, seen, DV, DVP)
+        k = load_rows(k_ptr, memory[5], steps, seen, D, DP)
+        v = load_rows(v_ptr, memory[8], steps, seen, DV, DVP)
         valid = seen[None, :]
         if limit is not None:
             valid = valid & (steps[None, :] <= limit[:, None])
@@ -155,18 +157,7 @@ def too_far(miss, ds_squares, p_squares, valid, DTYPE: tl.constexpr):
     return valid & ((miss * tl.sqrt(p_squares) > 0.5 * noise) | (miss > 2.0 * noise))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "size0",
-        "size1",
-        "size2",
-        "size3",
-        "rows",
-        "segments",
-        "n_seed",
-        "stats_pitch",
-    ]
-)
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=MAPS)
 def query_gradients(
     q_ptr,
     do_ptr,
@@ -182,6 +173,18 @@ def query_gradients(
     offsets_ptr,
     live_ptr,
     memories,
+    extent0,
+    index0,
+    border0,
+    extent1,
+    index1,
+    border1,
+    extent2,
+    index2,
+    border2,
+    extent3,
+    index3,
+    border3,
     k_desc0,
     v_desc0,
     k_desc1,
@@ -234,13 +237,18 @@ def query_gradients(
     written. EXACT: delta is corrected as this module describes; with several launches, those
     without DQ do that first, and leave the sum of dS in miss_ptr. OWN, CAUSAL: see `forward_tile`.
     """
+    extents = (extent0, extent1, extent2, extent3)
+    indices = (index0, index1, index2, index3)
+    borders = (border0, border1, border2, border3)
     sizes = (size0, size1, size2, size3)
     k_descs = (k_desc0, k_desc1, k_desc2, k_desc3)
     v_descs = (v_desc0, v_desc1, v_desc2, v_desc3)
     head = tl.program_id(0) % heads
     tile = tl.program_id(0) // heads
     if OWN:
-        segment, begin, first, end = own_rows(memories[0], size0, live_ptr, segments, tile, M)
+        segment, begin, first, end = own_rows(
+            memories[0], extent0, size0, live_ptr, segments, tile, M
+        )
     else:
         segment, begin, first, end = find_rows(
             offsets_ptr, live_ptr, segments, rows, tile, n_seed, M
@@ -258,8 +266,8 @@ def query_gradients(
         stop = end
         if RUNS:
             for i in tl.static_range(COUNT):
-                if memories[i][5] is not None:
-                    border = tl.load(memories[i][6] + tl.load(memories[i][5] + row) + 1)
+                if indices[i] is not None:
+                    border = tl.load(borders[i] + tl.load(indices[i] + row) + 1)
                     left = (border - begin).to(tl.int64) * n_seed
                     stop = tl.minimum(stop.to(tl.int64), left).to(tl.int32)
         steps = first + tl.arange(0, M)
@@ -295,10 +303,10 @@ def query_gradients(
             sums = (dq, before, zeros, zeros)
             for i in tl.static_range(COUNT):
                 owner = segment
-                if memories[i][5] is not None:
-                    owner = tl.load(memories[i][5] + row)
+                if indices[i] is not None:
+                    owner = tl.load(indices[i] + row)
                 k_ptr, v_ptr, length, start = locate(
-                    memories[i], sizes[i], owner, head // memories[i][15]
+                    memories[i], extents[i], sizes[i], owner, head // memories[i][12]
                 )
                 sums = _walk(
                     sums,

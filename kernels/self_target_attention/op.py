@@ -19,7 +19,8 @@ IMPLEMENTATIONS = dispatch.Implementations(
     "self_target_attention",
     __package__,
     {"reference": "reference", "torch": "torch_impl", "triton": "triton_kernel"},
-    {"cuda": ("triton", "torch"), "default": ("torch",)},
+    # Triton joins "cuda" here when all of its GPU tests pass; until then it must be asked for.
+    {"default": ("torch",)},
 )
 
 _ARGUMENTS = (

@@ -1,0 +1,195 @@
+"""`target_attention` on a GPU beside everybody else: python benchmarks/bench_attention.py.
+
+All contenders of a workload take turns in one process, with a cold L2. Each result is compared with
+ours before it is timed. TFLOP/s count useful work: 4 * query rows * heads * dim * keys forward, 2.5
+times that backward. `bwd` is the backward alone, from a forward that was kept. Writes
+benchmarks/results/attention_<device>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+
+import torch
+from attention_data import Data, Workload, workloads
+from cuda_timing import ColdClock, cuda_ceilings, device_name, peak_mb
+from harness import Contender, Results, Timing, interleaved
+from peers import MissingPeerError, cascade, flash_attention, published, sdpa
+from torch import Tensor
+
+from ikbo_tree.errors import UnsupportedError
+
+PEERS = {
+    "cudnn-broadcast": sdpa.broadcast,
+    "cudnn-folded": sdpa.cudnn_folded,
+    "flash-folded": sdpa.flash_folded,
+    "fa4-folded": flash_attention.folded,
+    "fa4-varlen": flash_attention.varlen,
+    "published-triton": published.triton,
+    "published-tlx": published.tlx,
+    "flashinfer-cascade": cascade.flashinfer,
+}
+OURS = ("triton", "gluon")
+TOLERANCE = 0.01
+"""Of the norm of the difference to ours: a few roundings; no speed counts on wrong results."""
+
+
+def ours(data: Data) -> dict[str, Contender]:
+    """Our implementations that take the workload, the reference of all others first."""
+    found: dict[str, Contender] = {}
+    for impl in OURS:
+        try:
+            data.ours(impl)
+        except UnsupportedError:
+            continue
+        found[f"ikbo-{impl}"] = lambda impl=impl: data.ours(impl)
+    return found
+
+
+def available(data: Data) -> tuple[dict[str, Contender], dict[str, str]]:
+    """The peers that can take a workload, and why the others cannot."""
+    found: dict[str, Contender] = {}
+    missing: dict[str, str] = {}
+    for name, make in PEERS.items():
+        try:
+            contender = make(data)
+            contender()
+        except MissingPeerError as reason:
+            missing[name] = str(reason)
+        except Exception as error:  # whatever a stranger's kernel raises
+            missing[name] = f"it raised {error!r:.160}"
+        else:
+            found[name] = contender
+    return found, missing
+
+
+def agreeing(
+    contenders: dict[str, Contender], missing: dict[str, str], expected: list[Tensor]
+) -> dict[str, Contender]:
+    """Those whose results are ours."""
+    right = {}
+    for name, contender in contenders.items():
+        result = contender()
+        got = list(result) if isinstance(result, tuple) else [result]
+        error = max(
+            float((a.detach().float() - b.detach().float()).norm() / b.detach().float().norm())
+            for a, b in zip(got, expected, strict=True)
+            if isinstance(a, Tensor)
+        )
+        if error < TOLERANCE:
+            right[name] = contender
+        else:
+            missing[name] = f"its result is {error:.1e} away from ours"
+    return right
+
+
+def bench(results: Results, workload: Workload, dtype: str, rounds: int, backward: bool) -> None:
+    """Adds the records of one workload, and prints its lines."""
+    data = Data(workload, getattr(torch, dtype))
+    clock = ColdClock()
+    with torch.no_grad():
+        contenders = ours(data)
+        theirs, missing = available(data)
+        expected = [_tensor(next(iter(contenders.values()))())]
+        contenders |= agreeing(theirs, missing, expected)
+        timings = interleaved(contenders, rounds, clock=clock, sample_ms=0.0)
+        peak = {name: peak_mb(contender) for name, contender in contenders.items()}
+    traffic = data.traffic
+    results.add(
+        workload.name,
+        timings,
+        direction="fwd",
+        dtype=dtype,
+        flops=data.flops,
+        traffic=traffic,
+        peak_mb=peak,
+    )
+    show(workload.name, "fwd", timings, data.flops, traffic, missing)
+    if backward:
+        graphs, missing = kept(contenders, data)
+        expected = list(_grads(next(iter(graphs.values()))()))
+        graphs = agreeing(graphs, missing, expected)
+        timings = interleaved(graphs, max(5, rounds // 2), clock=clock, sample_ms=0.0)
+        flops = 2.5 * data.flops
+        results.add(workload.name, timings, direction="bwd", dtype=dtype, flops=flops)
+        show(workload.name, "bwd", timings, flops, None, missing)
+    del data, contenders
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def kept(
+    contenders: dict[str, Contender], data: Data
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    """The backward of each contender that has one."""
+    found: dict[str, Contender] = {}
+    missing: dict[str, str] = {}
+    for name, contender in contenders.items():
+        o = _tensor(contender())
+        if not o.requires_grad:
+            missing[name] = "it has no backward"
+            continue
+        backward = lambda o=o: torch.autograd.grad(o, data.leaves, data.grad, retain_graph=True)  # noqa: E731
+        try:
+            backward()
+        except Exception as error:  # whatever a stranger's kernel raises
+            missing[name] = f"it raised {error!r:.160}"
+        else:
+            found[name] = backward
+    return found, missing
+
+
+def _tensor(result: object) -> Tensor:
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _grads(result: object) -> tuple[Tensor, ...]:
+    assert isinstance(result, tuple)
+    return result
+
+
+def show(
+    name: str,
+    direction: str,
+    timings: dict[str, Timing],
+    flops: float,
+    traffic: int | None,
+    missing: dict[str, str],
+) -> None:
+    """One line a contender; ratios are medians of the rounds'."""
+    first = next(iter(timings.values()))
+    print(f"{name} {direction}", flush=True)
+    for who, timing in timings.items():
+        ms = timing.median_ms
+        bandwidth = "" if traffic is None else f"{traffic / ms / 1e6:7.0f} GB/s"
+        ratio = first.times_faster_than(timing)
+        print(
+            f"  {who:20} {ms:9.4f} ms {flops / ms / 1e9:7.1f} TFLOP/s {bandwidth}"
+            f"  {ratio:5.2f} of our time",
+            flush=True,
+        )
+    for who, reason in missing.items():
+        print(f"  {who:20} {reason}", flush=True)
+
+
+def main() -> None:
+    known = workloads()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("workload", nargs="*", help=f"default: all of {', '.join(known)}")
+    parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--forward-only", action="store_true")
+    options = parser.parse_args()
+    peers = ("flash-attn-4", "flashinfer-python", "fbtriton")
+    results = Results("attention", device_name(), peers=peers)
+    results.ceilings = cuda_ceilings()
+    print(results.device, results.ceilings, flush=True)
+    for name in options.workload or known:
+        bench(results, known[name], options.dtype, options.rounds, not options.forward_only)
+    print(f"written to {results.write()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -363,7 +363,7 @@ def full_block(
     if desc is None:
         x = load_rows(ptr, memory[POS], at + tl.arange(0, N), None, WIDTH, PADDED)
     else:
-        x = desc.load([(start + at).to(tl.int32), kv_head * memory[HEAD]])
+        x = desc.load([(start + at).to(tl.int32), (kv_head * memory[HEAD]).to(tl.int32)])
     return x
 
 

@@ -1,5 +1,9 @@
 """broadcast, reduce and segment_softmax: the contracts on random trees, and hazards by name."""
 
+import subprocess
+import sys
+import textwrap
+
 import numpy as np
 import pytest
 import torch
@@ -385,6 +389,24 @@ class TestCompile:
             (dx,) = torch.autograd.grad(out, x, y)
             assert torch.equal(dx, torch.autograd.grad(score(x, tree), x, y)[0])
         assert counter.frame_count == 1
+
+    @pytest.mark.slow
+    def test_compiled_as_the_very_first_call_of_a_process(self):
+        code = """
+            import torch, ikbo_tree as ikbo
+            tree = ikbo.BroadcastTree.from_counts({"item": [2, 1]}, root="user")
+            f = lambda x, tree: ikbo.reduce(x, tree=tree, level="item", to="user", op="logsumexp")
+            x = torch.tensor([0.0, 0.0, 1.0], requires_grad=True)
+            out = torch.compile(f, fullgraph=True, backend="aot_eager")(x, tree)
+            out.sum().backward()
+            print(out.tolist(), x.grad.tolist())
+        """
+        run = subprocess.run(
+            [sys.executable, "-P", "-c", textwrap.dedent(code)],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert run.stdout.strip().startswith("[0.693147")
+        assert run.stdout.strip().endswith("[0.5, 0.5, 1.0]")
 
     def test_export(self):
         class Score(torch.nn.Module):

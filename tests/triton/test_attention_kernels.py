@@ -219,3 +219,11 @@ def test_self_attention_beside_it(form, causal, dtype, device):
     call = with_grads(Call(tree, "item", q, [m], q_self=own, causal=causal))
     with poisoned_memory(), canary_rows():
         check(call, device)
+
+
+def test_self_attention_of_a_table(device):
+    """Its own queries lie one an entry, whatever order the rows below it are in."""
+    tree = two_levels((2, 1)).with_table("brand", of="item", index=[2, 0, 2], rows=4)
+    m = memory(tree, "brand", keys=3)
+    call = Call(tree, "item", queries(tree, "item", 2), [m], q_self=draw(4, 3, 2, 8, seed=3))
+    check(with_grads(call), device)

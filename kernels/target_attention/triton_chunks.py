@@ -17,14 +17,16 @@ import triton.language as tl
 from ikbo_tree.kernels.target_attention.triton_device import (
     COUNTS,
     MAPS,
-    attend,
     find_rows,
-    first_state,
     flat_rows,
     key_span,
     load_queries,
-    load_state,
     locate,
+)
+from ikbo_tree.kernels.target_attention.triton_softmax import (
+    attend,
+    first_state,
+    load_state,
     merge_states,
     store_nothing,
     store_result,

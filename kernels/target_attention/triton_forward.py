@@ -16,17 +16,19 @@ import triton.language as tl
 from ikbo_tree.kernels.target_attention.triton_device import (
     COUNTS,
     MAPS,
-    attend,
     find_rows,
-    first_state,
     flat_rows,
     load_queries,
-    load_state,
     locate,
+)
+from ikbo_tree.kernels.target_attention.triton_keys import own_rows
+from ikbo_tree.kernels.target_attention.triton_softmax import (
+    attend,
+    first_state,
+    load_state,
     store_nothing,
     store_result,
 )
-from ikbo_tree.kernels.target_attention.triton_keys import own_rows
 
 
 @triton.jit

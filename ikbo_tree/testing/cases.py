@@ -132,8 +132,8 @@ class Call:
         roundings: how often a value passes through a 16-bit output dtype (see `budget`).
         continuous: false where the gradient jumps between neighbouring inputs (a maximum with
             ties), so that moved inputs say nothing of rounding.
-        terms: a context in which gradients by `impl="reference"` are sums of the absolute values
-            of their terms, where these may cancel (see `budget`).
+        terms: a context in which results by `impl="reference"` are sums of the absolute values of
+            their terms, where these may cancel (see `budget`).
         entangled: NaN in one row may reach others of its segment that do not depend on it (a causal
             mask, which contract 3 says nothing of).
         mixes_requests: rows of different root rows are combined, as in a reduction to a table.

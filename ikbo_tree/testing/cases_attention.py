@@ -171,11 +171,12 @@ def _heads(rng: np.random.Generator) -> tuple[int, int, int, int, int]:
 
 
 class _Terms(torch.autograd.Function):
-    """The reference's `attend` whose gradients are sums of the absolute values of their terms.
+    """The reference's `attend` and its gradients, as sums of the absolute values of their terms.
 
     The gradient of a score is p (dO . V - dO . O): where one key has nearly all the weight the two
-    products cancel, and how they were rounded is what remains. And p = exp(score - lse), which a
-    backward pass that keeps only the log-sum-exp computes, errs by roundings of both.
+    products cancel, and how they were rounded is what remains. And p = exp(score - lse), which is
+    computed where results over several memories are merged and where a backward pass keeps only
+    the log-sum-exp, errs by roundings of both.
     """
 
     @staticmethod
@@ -189,7 +190,7 @@ class _Terms(torch.autograd.Function):
         p = p.masked_fill(~valid.unsqueeze(2) | (scores == -torch.inf), 0)
         ctx.save_for_backward(q.abs(), k.abs(), v.abs(), o.abs(), p)
         ctx.scale = abs(scale)
-        return o, lse
+        return torch.einsum("rnhk,rkhd->rnhd", p, v.abs()), p.sum(-1)
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:

@@ -81,7 +81,7 @@ class Expected:
         evaluations: the reference in float32, on the inputs and on inputs moved by up to one unit
             in the last place, which is what any evaluation in float32 may do to them. One alone
             may be exact by luck in a row where others, as good, are not.
-        terms: for gradients whose terms may cancel, what the terms add up to without their signs.
+        terms: for results whose terms may cancel, what the terms add up to without their signs.
     """
 
     exact: Results
@@ -132,11 +132,10 @@ def expect(
         at = {name: _moved(x, k, i) for i, (name, x) in enumerate(wide.items())}
         along = [_moved(g, k, 100 + i) for i, g in enumerate(grads64)]
         evaluations.append(run(call, tree, at, along, "reference"))
-    terms = {}
+    terms: dict[str, Tensor] = {}
     if call.terms is not None:
         with call.terms():
-            found = run(call, tree, wide, grads64, "reference").gradients
-        terms = {f"gradient of {name}": x for name, x in found.items()}
+            terms = run(call, tree, wide, grads64, "reference").named()
     return Expected(exact, evaluations, terms)
 
 

@@ -1,5 +1,8 @@
 """`check_op` passes what is right and finds every kind of planted fault."""
 
+import dataclasses
+from unittest import mock
+
 import pytest
 import torch
 from planted_faults import FAULTS, planted
@@ -83,6 +86,38 @@ def test_public_ops(op, impl):
     tree = tree.with_table("brand", of="vendor", index=[1, 1, 0], rows=3)
     for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64, torch.float16)):
         check_op(op, tree, impl=impl, dtype=dtype, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("op", "seeds"),  # of calls that have something to attend to
+    [
+        ("target_attention", (2, 3, 4, 5)),
+        ("self_target_attention", (0, 1, 4, 6)),
+        ("segment_softmax", (0, 1, 5, 6)),
+    ],
+)
+@pytest.mark.parametrize("bits", [16, 13], ids=["bfloat16", "tf32"])
+def test_lost_bits_are_found_where_terms_cancel(op, seeds, bits):
+    """The floor drawn from terms is no hiding place for operands cut to fewer bits."""
+
+    def maker(tree, rng):
+        call = CASES[op](tree, rng)
+
+        def run(tree, x, impl):
+            if impl == "reference":
+                return call.run(tree, x, impl)
+            cut = {n: (v.detach().view(torch.int32) & -(1 << bits)) for n, v in x.items()}
+            moved = {n: v + (cut[n].view(torch.float32) - v).detach() for n, v in x.items()}
+            return call.run(tree, moved, impl)
+
+        return dataclasses.replace(call, run=run)
+
+    tree = BroadcastTree.from_counts({"vendor": [2, 0, 1], "item": [3, 0, 5]}, root="user")
+    with mock.patch.dict(CASES, {"lost bits": maker}):
+        for seed in seeds:
+            with pytest.raises(CheckError, match="beyond their budget") as caught:
+                check_op("lost bits", tree, seed=seed, impl="torch")
+            assert caught.value.check == "values"
 
 
 def test_unknown_op():

@@ -71,7 +71,10 @@ def broadcast(
     if index is None:
         index = torch.arange(rows, device=memory.k.device)
     at, valid = key_positions(memory)
-    at, valid = at[index], valid[index]
+    if at.shape[0] == 0:  # then every query row is dead, and its map points at a row 0 that is not
+        at, valid = at.new_zeros(rows, 0), valid.new_zeros(rows, 0)
+    else:
+        at, valid = at[index], valid[index]
     if row_live is not None:
         valid = valid & row_live
     if memory.mask is not None:

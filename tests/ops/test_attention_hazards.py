@@ -8,6 +8,7 @@ from attention_naive import IMPLS, Call, check, draw, memory, queries, results, 
 
 import ikbo_tree as ikbo
 from ikbo_tree import BroadcastTree
+from ikbo_tree.testing import check_op
 from ikbo_tree.testing.poison import canary_rows, poisoned_memory
 
 every_impl = pytest.mark.parametrize("impl", IMPLS)
@@ -291,3 +292,16 @@ def test_peaked_softmax_in_16_bits(impl):
     user = memory(tree, "user", keys=3, widths=(32, 32), dtype=torch.bfloat16)
     q = queries(tree, "item", 2, 2, 32, dtype=torch.bfloat16)
     check(with_grads(Call(tree, "item", q, [user], scale=2.0), lse=False), impl)
+
+
+@pytest.mark.parametrize("op", ["target_attention", "self_target_attention"])
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize("seed", range(12))
+def test_dead_query_rows_below_levels_without_any_row(op, impl, seed):
+    """Maps of dead rows say 0; where the level above has no row at all, that is not one."""
+    one = BroadcastTree.from_counts({"item": []}, root="user", root_rows=0, capacity={"item": 3})
+    two = BroadcastTree.from_counts(
+        {"vendor": [], "item": []}, root="user", root_rows=0, capacity={"vendor": 2, "item": 3}
+    )
+    for tree in (one, two):
+        check_op(op, tree, impl=impl, seed=seed)

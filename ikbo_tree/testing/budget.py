@@ -13,8 +13,11 @@ the bound is to find is far outside: sums kept in bfloat16 err 2^15 times as muc
 TF32 products 2^12 times. The floor, FLOOR_ULPS float32 roundings of the row's largest element, is
 there because an evaluation may be exact by luck where another one is as good and rounds. Where the
 terms of a sum may cancel, as in the gradient of a softmax with one weight near 1, they are what is
-rounded: then `terms` takes the elements' place in the floor. The smallest step of the dtype counts
-where results are subnormal.
+rounded: then `terms` takes the elements' place in the floor. A 16-bit result with known terms may
+also err by PIECES of them, 2^-17: a float32 sum that 16-bit matrix units multiply goes in as two
+bfloat16 pieces of 8 bits each. Next to one rounding of the result (2^-11 in float16, 2^-8 in
+bfloat16) that shows only where all but 1/64 of the terms cancels. The smallest step of the dtype
+counts where results are subnormal.
 
 For a float64 result the same float32 evaluations, against the same float64 oracle, tell how the
 calculation magnifies rounding: their error is scaled down to float64's. All terms count twice,
@@ -32,6 +35,7 @@ from torch import Tensor
 
 SLACK = 4.0
 FLOOR_ULPS = 2.0
+PIECES = 2.0**-17
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ def assert_within_budget(
         ignore: bool of the same shape, true for elements that may be anything. Their exact values
             still count for how large a row is.
         terms: the same shape: the sum of the absolute values of the terms that each element is
-            added up from, where they may cancel altogether. The floor is drawn from them.
+            added up from, where they may cancel altogether. The floor is drawn from them; those
+            that are not finite count as 0.
 
     Returns:
         How much of the budget was used.
@@ -105,8 +110,13 @@ def assert_within_budget(
     for evaluation in evaluations:
         _check_non_finite(evaluation, exact, f"float32 evaluation of {name}")
     size = np.where(np.isfinite(exact), np.abs(exact), 0.0)
-    added = size if terms is None else np.maximum(size, np.nan_to_num(_flat(terms, rows)))
-    bounds = _bounds(exact, size, added, evaluations, actual.dtype, roundings, slack)
+    added = size
+    floor = FLOOR_ULPS * torch.finfo(_accumulator(actual.dtype)).eps / 2
+    if terms is not None:
+        added = np.maximum(size, np.nan_to_num(_flat(terms, rows), nan=0.0, posinf=0.0))
+        if actual.dtype.itemsize == 2:
+            floor = max(floor, PIECES)
+    bounds = _bounds(exact, size, floor * added, evaluations, actual.dtype, roundings, slack)
     error = _difference(got, exact)
     ratios = np.stack([_ratio(_peak(error), bounds[0]), _ratio(_rms(error), bounds[1])])
     if ratios.size == 0:
@@ -141,10 +151,14 @@ def _difference(got: np.ndarray, exact: np.ndarray) -> np.ndarray:
         return np.where(np.isfinite(exact), np.abs(got - exact), 0.0)
 
 
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def _bounds(
     exact: np.ndarray,
     size: np.ndarray,
-    added: np.ndarray,
+    floor: np.ndarray,
     evaluations: list[np.ndarray],
     dtype: torch.dtype,
     roundings: float,
@@ -152,18 +166,16 @@ def _bounds(
 ) -> tuple[np.ndarray, np.ndarray]:
     """[rows] bounds of the maximum and of the root mean square."""
     info = torch.finfo(dtype)
-    accumulated = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
     double = dtype == torch.float64
     if double:
-        slack *= accumulated.eps / torch.finfo(torch.float32).eps
+        slack *= info.eps / torch.finfo(torch.float32).eps
     step = info.tiny * info.eps  # of subnormal numbers
     errors = [_difference(evaluation, exact) for evaluation in evaluations]
     bounds = []
     for norm in (_peak, _rms):
         seen = np.max([norm(error) for error in errors], axis=0)
         rounding = roundings * (info.eps / 2 * norm(size) + step / 2 * (_peak(size) > 0))
-        floor = FLOOR_ULPS * accumulated.eps / 2 * _peak(added)
-        bounds.append((slack * seen + rounding + floor) * (2 if double else 1))
+        bounds.append((slack * seen + rounding + _peak(floor)) * (2 if double else 1))
     return bounds[0], bounds[1]
 
 

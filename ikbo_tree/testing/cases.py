@@ -134,6 +134,8 @@ class Call:
             ties), so that moved inputs say nothing of rounding.
         terms: a context in which results by `impl="reference"` are sums of the absolute values of
             their terms, where these may cancel (see `budget`).
+        multilinear: results are sums of products of inputs, so that with absolute values for inputs
+            they are the sums of the absolute values of their terms.
         entangled: NaN in one row may reach others of its segment that do not depend on it (a causal
             mask, which contract 3 says nothing of).
         mixes_requests: rows of different root rows are combined, as in a reduction to a table.
@@ -148,6 +150,7 @@ class Call:
     roundings: float = 1.0
     continuous: bool = True
     terms: Callable[[], AbstractContextManager[Any]] | None = None
+    multilinear: bool = False
     entangled: bool = False
     mixes_requests: bool = False
 
@@ -331,7 +334,8 @@ def _linear(tree: BroadcastTree, rng: np.random.Generator) -> Call:
     def oracle(tree: BroadcastTree, x: Arrays) -> tuple[Array, ...]:
         return (oracles.linear(tree, _named(x, "x_"), _named(x, "w_"), x.get("bias"), level),)
 
-    return Call("linear", f"linear({code})", inputs, (Rows(level),), run, oracle)
+    outputs = (Rows(level),)
+    return Call("linear", f"linear({code})", inputs, outputs, run, oracle, multilinear=True)
 
 
 @op_case("linear_compression")
@@ -348,5 +352,11 @@ def _linear_compression(tree: BroadcastTree, rng: np.random.Generator) -> Call:
         return (oracles.linear_compression(tree, _named(x, "x_"), _named(x, "w_"), level),)
 
     return Call(
-        "linear_compression", f"linear_compression({code})", inputs, (Rows(level),), run, oracle
+        "linear_compression",
+        f"linear_compression({code})",
+        inputs,
+        (Rows(level),),
+        run,
+        oracle,
+        multilinear=True,
     )

@@ -136,6 +136,9 @@ def expect(
     if call.terms is not None:
         with call.terms():
             terms = run(call, tree, wide, grads64, "reference").named()
+    elif call.multilinear:
+        sizes = {name: x.abs() for name, x in wide.items()}
+        terms = run(call, tree, sizes, [g.abs() for g in grads64], "reference").named()
     return Expected(exact, evaluations, terms)
 
 

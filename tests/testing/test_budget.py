@@ -121,6 +121,21 @@ def test_subnormal_results_have_a_step():
     assert_within_budget(exact.half(), exact, exact.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sums_that_cancel(dtype):
+    """With their terms known, two bfloat16 pieces a sum are good enough; one or TF32 are not."""
+    exact = torch.full((5, 3), 2.0**-12, dtype=torch.float64)
+    near, terms = exact.float(), torch.ones(5, 3)
+    assert_within_budget((exact + 2.0**-18).to(dtype), exact, near, terms=terms)
+    for bits in (9, 12):
+        with pytest.raises(BudgetError):
+            assert_within_budget((exact + 2.0**-bits).to(dtype), exact, near, terms=terms)
+    with pytest.raises(BudgetError):
+        assert_within_budget((exact + 2.0**-18).to(dtype), exact, near)
+    with pytest.raises(BudgetError):  # no 16-bit matrix unit is behind a float32 result
+        assert_within_budget((exact + 2.0**-18).float(), exact, near, terms=terms)
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), ()])
 def test_empty_and_scalar(shape):
     x = torch.zeros(shape, dtype=torch.float64)

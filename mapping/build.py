@@ -6,6 +6,7 @@ Callers' data is checked here, once; past this module every map is known to be i
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Sequence
 from functools import cache
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ikbo_tree.mapping import first_trees
 from ikbo_tree.mapping.errors import TreeError
 from ikbo_tree.mapping.integers import Integers, as_integers, as_rows, first
 from ikbo_tree.mapping.layout import (
@@ -61,6 +63,13 @@ def loops() -> ModuleType:
             if collects:
                 gc.enable()
     return module
+
+
+def _counting(counts: int) -> ModuleType:
+    """`loops()`, or `first_trees` while it does and numba is not loaded anyway."""
+    if "ikbo_tree.mapping.loops" not in sys.modules and first_trees.suffices(counts):
+        return first_trees
+    return loops()
 
 
 class TableMaps(NamedTuple):
@@ -125,12 +134,13 @@ def pack_counts(
     else:
         flat = np.concatenate(arrays or [_NONE], dtype=np.int64)
     live = np.empty(len(structure.levels), dtype=np.int64)
-    wrong = loops().count_rows(structure.parent_array, flat, root_rows, live)
+    how = _counting(flat.size)
+    wrong = how.count_rows(structure.parent_array, flat, root_rows, live)
     rows = tuple(live.tolist())
     for i, array in enumerate(arrays, start=1):
         if array.size != rows[structure.parent[i]] or i == wrong:
             _explain_counts(structure.levels, structure.parent, i, array, rows)
-    return _packed_counts(structure, flat, live, rows, capacity, allocate)
+    return _packed_counts(structure, flat, live, rows, capacity, allocate, how)
 
 
 def _packed_counts(
@@ -140,11 +150,12 @@ def _packed_counts(
     rows: tuple[int, ...],
     capacity: Sequence[int | None] | None,
     allocate: Allocate | None,
+    how: ModuleType,
 ) -> Packed:
     allocated, allocated_array = _allocated(structure, rows, live, capacity)
     sizes = field_sizes(structure, allocated, True)
     buffer = (allocate or allocate_array)(sum(sizes))
-    loops().fill_counts(structure.pair_table, live, allocated_array, flat, buffer)
+    how.fill_counts(structure.pair_table, live, allocated_array, flat, buffer)
     return Packed(structure, buffer, sizes, rows, allocated, True)
 
 
@@ -232,7 +243,7 @@ def pack_parents(
         read += n
     live = np.array(rows, dtype=np.int64)
     if in_order:
-        return _packed_counts(structure, flat, live, tuple(rows), capacity, allocate)
+        return _packed_counts(structure, flat, live, tuple(rows), capacity, allocate, loops())
     allocated, allocated_array = _allocated(structure, tuple(rows), live, capacity)
     sizes = field_sizes(structure, allocated, False)
     buffer = (allocate or allocate_array)(sum(sizes))

@@ -1,12 +1,14 @@
 """Counts and parents to packed maps, side tables, any pair of levels."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mapping_naive import Naive, capacities, check_maps, check_packed, naive_trees
 
-from ikbo_tree.mapping import build
+from ikbo_tree.mapping import build, first_trees
 from ikbo_tree.mapping.errors import TreeError
 from ikbo_tree.mapping.structure import Structure
 
@@ -38,6 +40,32 @@ def test_counts_give_the_maps_of_the_naive_tree(data):
     packed = build.pack_counts(naive.structure, counts, naive.root_rows, capacity=capacity)
     check_packed(packed, naive)
     np.testing.assert_array_equal(packed.buffer, naive.pack(capacity).buffer)
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_process_s_first_trees_equal_later_ones(data):
+    naive = data.draw(naive_trees(in_order=True))
+    capacity = data.draw(capacities(naive.rows))
+    counts = [naive.counts(level) for level in range(1, len(naive.rows))]
+    damage = data.draw(st.sampled_from(["none", "short", -1, 2**31, 2**62]))
+    if damage != "none" and any(len(c) for c in counts):
+        at = data.draw(st.sampled_from([i for i, c in enumerate(counts) if len(c)]))
+        last = [] if damage == "short" else [damage]
+        counts[at] = [*list(counts[at])[:-1], *last]
+
+    def packed():
+        poisoned = lambda n: np.full(n, -7, np.int32)  # noqa: E731
+        arguments = (naive.structure, counts, naive.root_rows)
+        try:
+            found = build.pack_counts(*arguments, capacity=capacity, allocate=poisoned)
+        except TreeError as error:
+            return str(error)
+        return found.rows, found.capacity, found.buffer.tolist()
+
+    later = packed()
+    with mock.patch.object(build, "_counting", return_value=first_trees):
+        assert packed() == later
 
 
 @pytest.mark.parametrize("in_order", [True, False])

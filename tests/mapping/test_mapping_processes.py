@@ -37,6 +37,29 @@ def test_importing_does_not_import_numba(tmp_path):
     fresh(code, tmp_path)
 
 
+def test_the_first_small_trees_do_not_wait_for_numba(tmp_path):
+    code = """
+        import sys
+        import numpy as np
+        from ikbo_tree.mapping import build, first_trees
+        from ikbo_tree.mapping.structure import Structure
+
+        pair = Structure.build("user", ("item",), None)
+        for _ in range(first_trees.TREES):
+            small = build.pack_counts(pair, [[2, 0, 1]], None)
+            assert small.buffer.tolist() == [3, 3, 0, 0, 2, 0, 2, 2, 3]
+            assert "numba" not in sys.modules
+        if sys.argv[1:] == ["large"]:
+            first_trees._made = iter([0])
+            build.pack_counts(pair, [np.ones(first_trees.COUNTS + 1, int)], None)
+        else:
+            assert (build.pack_counts(pair, [[2, 0, 1]], None).buffer == small.buffer).all()
+        assert "numba" in sys.modules
+    """
+    fresh(code, tmp_path)
+    fresh(f"import sys\nsys.argv[1:] = ['large']\n{textwrap.dedent(code)}", tmp_path)
+
+
 EIGHT_THREADS = """
     import gc, random, sys, threading
     import numpy as np
@@ -90,7 +113,7 @@ def test_without_a_folder_for_the_cache(tmp_path):
     code = """
         from ikbo_tree.mapping import build
         from ikbo_tree.mapping.structure import Structure
-        tree = build.pack_counts(Structure.build("user", ("item",), None), [[2, 1]], None)
+        tree = build.pack_parents(Structure.build("user", ("item",), None), [[0, 0, 1]], 2)
         print(tree.buffer.tolist())
     """
     found = fresh(code, tmp_path, NUMBA_CACHE_DIR="/dev/null/nowhere")

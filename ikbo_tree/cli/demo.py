@@ -13,7 +13,7 @@ from torch import nn
 import ikbo_tree as ikbo
 from ikbo_tree.demo import pictures, training
 from ikbo_tree.demo.cost import Cost, measure
-from ikbo_tree.demo.options import Device, Impl, Json, Out, Rounds, Seed
+from ikbo_tree.demo.options import Device, Impl, Json, Out, Rounds, Seed, Threads
 from ikbo_tree.demo.ranker import FlatRanker, TreeRanker
 from ikbo_tree.demo.report import Printer, Results
 from ikbo_tree.demo.traffic import SIZES, Requests, Traffic
@@ -39,6 +39,7 @@ def demo(
     seed: Seed = 0,
     device: Device = "cpu",
     impl: Impl = "auto",
+    threads: Threads = 1,
     json: Json = None,
 ) -> None:
     """Scores and trains one model on generated requests, flat and on the tree, and compares.
@@ -49,6 +50,7 @@ def demo(
     in turns, with fewer and fewer users above the same number of candidates.
     """
     points = _numbers(ratios)
+    torch.set_num_threads(threads)
     printer, results = Printer(), Results(torch.device(device), impl)
     traffic = Traffic(seed, device=results.device)
     torch.manual_seed(seed)
@@ -65,7 +67,7 @@ def demo(
         sweep, worst = _sweep(flat, tree, traffic, points, candidates, rounds, results)
     results.checks |= {name: asdict(agreement) for name, agreement in found.items()}
     results.checks["sweep_difference"] = worst
-    printer.heading(f"Costs of {candidates:,} candidates, float32, {device}")
+    printer.heading(f"Costs of {candidates:,} candidates, float32, {results.where}")
     for kind in (FORWARD, STEP):
         rows = {f"{point:,.0f}": costs[kind] for point, costs in sweep.items()}
         printer.costs(kind.capitalize(), "a user", rows)

@@ -17,7 +17,7 @@ from ikbo_tree.demo.auc import auc, may_differ
 from ikbo_tree.demo.cost import Cost, measure, peak_mb
 from ikbo_tree.demo.movielens import MovieLog, MovieRequests
 from ikbo_tree.demo.movies import MovieRanker
-from ikbo_tree.demo.options import Device, Impl, Json, Out, Rounds, Seed
+from ikbo_tree.demo.options import Device, Impl, Json, Out, Rounds, Seed, Threads
 from ikbo_tree.demo.ranker import FlatRanker, TreeRanker
 from ikbo_tree.demo.ratings import DataError, Ratings, load
 from ikbo_tree.demo.report import Printer, Results
@@ -43,6 +43,7 @@ def movielens(
     seed: Seed = 0,
     device: Device = "cpu",
     impl: Impl = "auto",
+    threads: Threads = 1,
     json: Json = None,
 ) -> None:
     """Trains one model on MovieLens-100K, flat and on the tree, and compares.
@@ -53,6 +54,7 @@ def movielens(
     float32 rounding explains, and so must their AUC on the ratings after the split. Then their
     costs: a training step, and scoring every movie for some users.
     """
+    torch.set_num_threads(threads)
     printer, results = Printer(), Results(torch.device(device), impl)
     log, split, requests, is_test = _read(data, test_share)
     _describe(printer, log.ratings, requests, is_test)
@@ -74,7 +76,7 @@ def movielens(
         _compare_auc(printer, results, models, tests)
         costs = _costs(models, curves, batches[0], everything, rounds, results)
     results.checks |= {name: asdict(agreement) for name, agreement in found.items()}
-    printer.costs(f"Median costs, float32, {device}", "", costs)
+    printer.costs(f"Median costs, float32, {results.where}", "", costs)
     printer.memory_measure()
 
     written = [out / name for name in ("fan_out.png", "losses.png", "costs.png")]

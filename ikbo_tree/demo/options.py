@@ -33,6 +33,12 @@ Device = Annotated[str, typer.Option(callback=_device, help="cpu, cuda, ...")]
 Impl = Annotated[
     str, typer.Option(callback=_impl, help="Implementation of the tree's ops: auto, torch, ...")
 ]
+Threads = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Threads torch may use; one, so that ratios say nothing of what else runs."
+    ),
+]
 Json = Annotated[
     Path | None, typer.Option(help="File for all figures, in the form of benchmarks/results.")
 ]

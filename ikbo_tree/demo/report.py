@@ -81,7 +81,7 @@ class Results:
         content = {
             "device": device_name(self.device),
             "date": datetime.now(UTC).date().isoformat(),
-            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "command": shlex.join(_nameless(argument) for argument in sys.argv),
             "versions": {
                 "torch": torch.__version__,
                 "triton": _version("triton"),
@@ -200,6 +200,11 @@ def device_name(device: torch.device) -> str:
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count()
     return f"{name}, {cores} cores, {torch.get_num_threads()} threads"
+
+
+def _nameless(argument: str) -> str:
+    """Without the folders of this machine."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def _version(distribution: str) -> str | None:

@@ -209,6 +209,11 @@ import torch
 import ikbo_tree
 ikbo_tree.BroadcastTree.from_counts({"vendor": [2, 1], "item": [3, 0, 2]}, root="user")
 """
+FIRST_LOOPS = """
+import torch
+import ikbo_tree
+ikbo_tree.BroadcastTree.from_parents({"item": [1, 0, 1]}, root="user", root_rows=2)
+"""
 
 
 def bench_first_tree(results: Results, rounds: int) -> None:
@@ -224,13 +229,15 @@ def bench_first_tree(results: Results, rounds: int) -> None:
             {
                 "import-torch": partial(process, "import torch", cache),
                 "first-tree": partial(process, FIRST_TREE, cache),
-                "first-tree-compile": partial(process, FIRST_TREE),
+                "first-loops": partial(process, FIRST_LOOPS, cache),
+                "first-loops-compile": partial(process, FIRST_LOOPS),
             },
             rounds,
         )
     notes = {
-        "first-tree": "import torch, import ikbo_tree, one tree; compiled before",
-        "first-tree-compile": "the same with nothing compiled yet",
+        "first-tree": "import torch, import ikbo_tree, one small tree",
+        "first-loops": "likewise a tree that needs the compiled loops; compiled before",
+        "first-loops-compile": "the same with nothing compiled yet",
     }
     report(results, "first-tree", timings, "import-torch", notes)
 

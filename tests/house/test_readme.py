@@ -1,9 +1,13 @@
 """The README's code runs, and its commands are what they claim."""
 
+import json
 import re
 from pathlib import Path
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 
 
 def test_the_example_runs(capsys):
@@ -19,3 +23,23 @@ def test_commands_are_marked_for_ci():
         )
         assert "constraints-cpu.txt" in block
     assert block.strip().endswith("-m pytest")
+
+
+def test_figures_are_those_of_the_results():
+    files, table = re.search(r"<!-- figures: (.*?) -->\n(.*?)<!-- end", README, re.S).groups()
+    medians = {}
+    for name in files.split(", "):
+        content = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+        for record in content["records"]:
+            if record["dtype"] == "float32":
+                key = (record["workload"], record["direction"], record["who"])
+                medians[key] = record["median_ms"]
+    rows = re.findall(
+        r"\| `(\S+)`.*? \| (forward|with backward) \| (.*?) \| (.*?) \| (.*?)x \|", table
+    )
+    assert len(rows) == table.count("\n") - 2
+    for workload, direction, flat, tree, ratio in rows:
+        key = workload, {"forward": "fwd", "with backward": "fwd_bwd"}[direction]
+        assert medians[*key, "materialised+broadcast"] == pytest.approx(float(flat), abs=0.005)
+        assert medians[*key, "ikbo-torch"] == pytest.approx(float(tree), abs=0.005)
+        assert float(ratio) == pytest.approx(float(flat) / float(tree), abs=0.05)

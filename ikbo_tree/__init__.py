@@ -18,6 +18,7 @@ from ikbo_tree.ops import (
     self_target_attention,
     target_attention,
 )
+from ikbo_tree.rewriting import rewrite
 from ikbo_tree.tree import BroadcastTree, Plan, concat, plan
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ __all__ = [
     "linear_compression",
     "plan",
     "reduce",
+    "rewrite",
     "segment_softmax",
     "self_target_attention",
     "target_attention",

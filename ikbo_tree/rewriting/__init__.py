@@ -1,0 +1,16 @@
+"""The pass that makes a finished PyTorch model broadcast-free: `ikbo_tree.rewrite`.
+
+api         the public function
+inputs      what the caller declares of a model's inputs; random ones that keep to it
+capture     the model as one graph of ATen ops; what is refused, and why
+values      what is known of a value: Dense, Lazy (a gather put off), Index (a map), Cat
+rowwise     which ops treat a dim as a batch: the rules, as data (rowwise_views, _products: more)
+engine      interprets one op by these rules; splitting, attention, bags, gathers: special ones
+graph_pass  interprets the whole graph; builder writes the new one
+validate    compares both graphs, op by op, in float64
+report      what was done
+"""
+
+from ikbo_tree.rewriting.api import rewrite
+
+__all__ = ["rewrite"]

@@ -1,0 +1,405 @@
+"""Interprets a model's graph on the values of `values`, and writes the new graph as it goes.
+
+Each op is tried in this order: a gather along a declared map, which is put off; a rule for mixed
+levels (`splitting`, `attention`); the op on coarse rows (`rowwise`); the op part by part, along the
+dim of a concatenation; and, always right, the op where the model has it, on gathered operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from ikbo_tree.rewriting import rowwise_products, rowwise_views  # noqa: F401  register rules
+from ikbo_tree.rewriting.builder import Builder, aten
+from ikbo_tree.rewriting.rowwise import ROWS, RULES, Operand, RowCall, Rows
+from ikbo_tree.rewriting.values import (
+    ALONE,
+    Cat,
+    Dense,
+    Index,
+    Lazy,
+    Map,
+    Merged,
+    Path,
+    Value,
+    common,
+    describe,
+    shape,
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call to be rewritten.
+
+    Attributes:
+        target: op overload.
+        args: by the names of its schema, defaults filled in; tensors are Values.
+        out: what it gives in the original, on fine rows, as a fake tensor or several.
+    """
+
+    target: Any
+    args: dict[str, Any]
+    out: Any
+
+    @property
+    def packet(self) -> Any:
+        """The op, whatever the overload."""
+        return getattr(self.target, "overloadpacket", self.target)
+
+    def values(self) -> list[Value]:
+        """Its tensor arguments."""
+        return [x for x in flatten(self.args.values()) if isinstance(x, VALUES)]
+
+    def replaced(self, **args: Any) -> dict[str, Any]:
+        """The arguments with some others."""
+        return {**self.args, **args}
+
+
+VALUES = (Dense, Lazy, Index, Cat)
+
+LOOK_UPS = {aten.embedding: "indices", aten.index: "indices", aten.gather: "index"}
+"""Ops that raise where an id is out of range, and the argument with the ids."""
+
+Structural: TypeAlias = Callable[["Engine", Call], Any]
+
+STRUCTURAL: dict[Any, list[Structural]] = {}
+"""Rules for mixed levels by op; each gives a Value (several for several outputs) or None."""
+
+
+def structural(*names: str) -> Callable[[Structural], Structural]:
+    """Registers one for ops of `aten`."""
+
+    def register(function: Structural) -> Structural:
+        for name in names:
+            STRUCTURAL.setdefault(getattr(aten, name), []).append(function)
+        return function
+
+    return register
+
+
+def flatten(values: Any) -> list[Any]:
+    """The entries of nested lists."""
+    found = []
+    for value in values:
+        found += flatten(value) if isinstance(value, (list, tuple)) else [value]
+    return found
+
+
+def swapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A nested list with its tensors changed."""
+    if isinstance(value, (list, tuple)):
+        return [swapped(x, change) for x in value]
+    return change(value) if isinstance(value, VALUES) else value
+
+
+def swapped_operands(value: Any, change: Callable[[Operand], Operand]) -> Any:
+    """A nested list with its integer operands changed."""
+    if isinstance(value, (list, tuple)):
+        return [swapped_operands(x, change) for x in value]
+    return change(value) if isinstance(value, Operand) else value
+
+
+class Engine:
+    """Rewrites call after call.
+
+    Attributes:
+        build: writes the new graph.
+        counts: maps by the node of the counts that describe them.
+        between: maps of a tree, from each level to each above it.
+        maps: paths as one map, made so far.
+        done: what became of the call under way: "sunk", "split", "replaced", "kept".
+    """
+
+    def __init__(self, build: Builder) -> None:
+        self.build = build
+        self.counts: dict[fx.Node, Map] = {}
+        self.between: dict[tuple[str, str], Map] = {}
+        self.maps: dict[Path, Map] = {}
+        self.done: tuple[str, Path] = ("kept", ())
+
+    def run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        """Rewrites a call of the original graph; its Values by position and keyword."""
+        call = Call(target, bind(target, args, kwargs), out)
+        self.done = ("kept", ())
+        return self.rewritten(call)
+
+    def apply(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """Rewrites a call that a rule makes on Values."""
+        return self.apply_bound(target, bind(target, args, kwargs))
+
+    def apply_bound(self, target: Any, bound: dict[str, Any]) -> Any:
+        """The same, with arguments by the names of the schema."""
+        nodes = {name: swapped(x, self.dense) for name, x in bound.items()}
+        node = self.emit(target, nodes)
+        return self.rewritten(Call(target, bound, node.meta["val"]))
+
+    def rewritten(self, call: Call) -> Any:
+        """What a call gives, by the first rule that knows."""
+        lazy = any(isinstance(x, (Lazy, Index, Cat)) for x in call.values())
+        if not lazy and call.packet is not aten.repeat_interleave:
+            return self.kept(call)
+        for structure in STRUCTURAL.get(call.packet, ()):
+            found = structure(self, call)
+            if found is not None:
+                return found
+        for attempt in (self.sunk, self.distributed):
+            found = attempt(call)
+            if found is not None:
+                return found
+        return self.kept(call)
+
+    def kept(self, call: Call) -> Any:
+        """The op itself, on gathered operands."""
+        args = swapped_args(call.args, self.dense)
+        if call.packet in (aten.view, aten._unsafe_view) and "size" in args:
+            # Operands may have other strides than in the original.
+            node = self.build.call(aten.reshape.default, args["self"], args["size"])
+        else:
+            node = self.emit(call.target, args)
+        found = self.build.outputs(node)
+        if isinstance(found, tuple):
+            return tuple(None if x is None else Dense(x) for x in found)
+        return Dense(found) if isinstance(node.meta["val"], torch.Tensor) else found
+
+    def sunk(self, call: Call) -> Any:
+        """The op on the coarsest rows that all its lazy operands have."""
+        rule = RULES.get(call.packet)
+        lazies = [self.plain(x) for x in call.values() if not isinstance(x, Dense)]
+        path = common([path_of(x) for x in lazies if not isinstance(x, Dense)])
+        if rule is None or not path:
+            return None
+
+        def operand(value: Value) -> Any:
+            plain = self.plain(value)
+            if isinstance(plain, Dense):
+                return plain.node
+            at = self.at(plain, len(path))
+            return Operand(at.node, at.dim, at.merged)
+
+        row_call = RowCall(swapped_args(call.args, operand), call.out, self.fine_shape(call))
+        rows = rule(row_call)
+        if rows is None:
+            return None
+        if call.packet in LOOK_UPS:
+            name = LOOK_UPS[call.packet]
+            safe = swapped_operands(row_call.args[name], lambda x: self.referenced(x, path))
+            row_call = replace(row_call, args={**row_call.args, name: safe})
+        self.done = ("sunk", path)
+        node = self.at_rows(call, row_call, rows)
+        found = self.build.outputs(node)
+        if not isinstance(found, tuple):
+            assert isinstance(rows.dim, int)
+            return Lazy(found, path, rows.dim, rows.merged)
+        dims = (rows.dim,) * len(found) if isinstance(rows.dim, int) else rows.dim
+        return tuple(
+            None if x is None or dim is None else Lazy(x, path, dim, rows.merged)
+            for x, dim in zip(found, dims, strict=True)
+        )
+
+    def referenced(self, ids: Operand, path: Path) -> Operand:
+        """Ids of rows that the original reads, 0 in others: there they may be out of range."""
+        call, x = self.build.call, ids.node
+        rows = self.build.divided(self.build.size(x, ids.dim), ids.merged.outer * ids.merged.inner)
+        none = call(aten.zeros.default, [rows], dtype=torch.bool, device=x.meta["val"].device)
+        index = self.build.compose(path)
+        if index.meta["val"].dtype != torch.int64:
+            index = call(aten.to.dtype, index, torch.int64)
+        known = call(aten.index_fill.int_Scalar, none, 0, index, True)
+        if ids.merged != ALONE:
+            known = call(aten.reshape.default, known, [1, -1, 1])
+            known = call(aten.expand.default, known, [ids.merged.outer, -1, ids.merged.inner])
+            known = call(aten.reshape.default, known, [-1])
+        known = call(aten.reshape.default, known, [-1, *[1] * (len(shape(x)) - ids.dim - 1)])
+        return replace(ids, node=call(aten.where.ScalarOther, known, x, 0))
+
+    def at_rows(self, call: Call, row_call: RowCall, rows: Rows) -> fx.Node:
+        """The call on the nodes of its operands."""
+        args = rows.args if rows.target else {**row_call.args, **rows.args}
+        first = row_call.operands()[0]
+
+        def node(x: Any) -> Any:
+            if isinstance(x, (list, tuple)):
+                if any(n is ROWS for n in x):
+                    return self.sizes(list(x), first, rows.merged)
+                return [node(n) for n in x]
+            return x.node if isinstance(x, Operand) else x
+
+        return self.emit(rows.target or call.target, {name: node(x) for name, x in args.items()})
+
+    def sizes(self, sizes: list[Any], x: Operand, merged: Merged) -> list[Any]:
+        """A list of sizes with `ROWS` in it: -1 where nothing can be ambiguous."""
+        at = next(i for i, n in enumerate(sizes) if n is ROWS)
+        rest = sizes[:at] + sizes[at + 1 :]
+        rows: Any = -1
+        if any(not isinstance(n, int) or n == 0 for n in rest):
+            rows = self.build.size(x.node, x.dim)
+            rows = self.build.divided(rows, x.merged.outer * x.merged.inner)
+            rows = self.build.times(rows, merged.outer * merged.inner)
+        return [*sizes[:at], rows, *sizes[at + 1 :]]
+
+    def distributed(self, call: Call) -> Any:
+        """The op part by part, if the dim of its operands' concatenation is a batch dim to it."""
+        rule = RULES.get(call.packet)
+        cats = [x for x in call.values() if isinstance(x, Cat)]
+        if rule is None or not cats or isinstance(call.out, (tuple, list)):
+            return None
+        first = cats[0]
+        alike = [x for x in cats if x.widths == first.widths]
+
+        def operand(value: Value) -> Any:
+            if any(value is x for x in alike):
+                assert isinstance(value, Cat)
+                return Operand(self.dense(value), value.dim)
+            return self.dense(value)
+
+        row_call = RowCall(swapped_args(call.args, operand), call.out, self.fine_shape(call))
+        rows = rule(row_call)
+        if rows is None or not isinstance(rows.dim, int) or rows.merged.outer != 1:
+            return None
+        parts = []
+        for i, width in enumerate(first.widths):
+            args = dict(call.args)
+            if rows.target:
+                original = next(x for x in call.values() if x is first)
+                args = {
+                    name: original if isinstance(x, Operand) else x for name, x in rows.args.items()
+                }
+            args = {
+                name: self._part(x, alike, i, width * rows.merged.inner) for name, x in args.items()
+            }
+            target = rows.target or call.target
+            parts.append(self.apply_bound(target, bind(target, (), args)))
+        if not any(isinstance(x, (Lazy, Cat)) for x in parts):
+            return None
+        return Cat(tuple(parts), tuple(w * rows.merged.inner for w in first.widths), rows.dim)
+
+    def _part(self, x: Any, alike: list[Cat], i: int, width: int) -> Any:
+        if isinstance(x, (list, tuple)):
+            return [self._part(n, alike, i, width) for n in x]
+        if x is ROWS:
+            return width
+        return x.parts[i] if isinstance(x, Cat) and any(x is cat for cat in alike) else x
+
+    def fine_shape(self, call: Call) -> torch.Size:
+        """Of the first tensor argument, in the original."""
+        return shape(self.dense(call.values()[0]))
+
+    def plain(self, value: Value) -> Dense | Lazy | Cat:
+        """A map as the tensor that it is."""
+        if not isinstance(value, Index):
+            return value
+        *near, last = value.path
+        node = last.index
+        if value.dtype not in (None, node.meta["val"].dtype):
+            node = self.build.call(aten.to.dtype, node, value.dtype)
+        return Lazy(node, tuple(near), 0) if near else Dense(node)
+
+    def merged(self, path: Path, rows: fx.Node | int) -> Map:
+        """A path as one map with its inverse, to `rows` rows."""
+        known = self.maps.get(path)
+        if known is None:
+            first, last = path[0], path[-1]
+            single = first if len(path) == 1 else None
+            if single is None:
+                whole = self.between.get((first.fine, last.coarse))
+                single = whole or Map(
+                    describe(path), first.fine, last.coarse, self.build.compose(path)
+                )
+            offsets, order = self.build.inverse(single, rows)
+            known = replace(single, offsets=offsets, order=order)
+            self.maps[path] = known
+        return known
+
+    def at(self, value: Value, depth: int) -> Lazy:
+        """The value on the rows that the first `depth` maps of its path lead to."""
+        plain = self.plain(value)
+        if isinstance(plain, Cat):
+            parts = [self.at(part, depth) for part in plain.parts]
+            node = self.build.call(aten.cat.default, [x.node for x in parts], plain.dim)
+            return Lazy(node, parts[0].path, parts[0].dim, parts[0].merged)
+        assert isinstance(plain, Lazy)
+        node = self.build.gather(plain.node, plain.path[depth:], plain.dim, plain.merged)
+        return Lazy(node, plain.path[:depth], plain.dim, plain.merged)
+
+    def dense(self, value: Value) -> fx.Node:
+        """The value as the model has it."""
+        plain = self.plain(value)
+        if isinstance(plain, Dense):
+            return plain.node
+        if isinstance(plain, Lazy):
+            return self.build.gather(plain.node, plain.path, plain.dim, plain.merged)
+        path = path_of(plain)
+        if path:
+            return self.dense(self.at(plain, len(path)))
+        return self.build.call(aten.cat.default, [self.dense(x) for x in plain.parts], plain.dim)
+
+    def emit(self, target: Any, args: dict[str, Any]) -> fx.Node:
+        """A call by names, written by position as far as its schema has positions."""
+        positional, named = [], {}
+        for argument in target._schema.arguments:
+            value = args[argument.name]
+            if argument.kwarg_only:
+                if not (argument.has_default_value() and value == argument.default_value):
+                    named[argument.name] = value
+            else:
+                positional.append(value)
+        defaults = [a for a in target._schema.arguments if not a.kwarg_only]
+        while positional and defaults[len(positional) - 1].has_default_value():
+            last = positional[-1]
+            if isinstance(last, fx.Node) or last != defaults[len(positional) - 1].default_value:
+                break
+            positional.pop()
+        return self.build.call(target, *positional, **named)
+
+
+def path_of(value: Value) -> Path:
+    """The path that a value is lazy along; what its parts share."""
+    if isinstance(value, Lazy):
+        return value.path
+    if isinstance(value, Cat):
+        paths = [path_of(x) for x in value.parts]
+        return common(paths) if _aligned(value) else ()
+    return ()
+
+
+def _aligned(cat: Cat) -> bool:
+    """Whether the parts, all of them lazy, have their rows in one dim."""
+    places = set()
+    for part in cat.parts:
+        if isinstance(part, Cat):
+            if not _aligned(part):
+                return False
+            part = _first(part)
+        if not isinstance(part, Lazy):
+            return False
+        places.add((part.dim, part.merged))
+    return len(places) == 1
+
+
+def _first(cat: Cat) -> Value:
+    part = cat.parts[0]
+    return _first(part) if isinstance(part, Cat) else part
+
+
+def bind(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by the names of an op's schema, defaults filled in."""
+    bound = {}
+    for i, argument in enumerate(target._schema.arguments):
+        if i < len(args):
+            bound[argument.name] = args[i]
+        elif argument.name in kwargs:
+            bound[argument.name] = kwargs[argument.name]
+        else:
+            bound[argument.name] = argument.default_value
+    return bound
+
+
+def swapped_args(args: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Arguments with their tensors changed."""
+    return {name: swapped(x, change) for name, x in args.items()}

@@ -1,0 +1,213 @@
+"""The pass over a captured graph: every node becomes a Value, and the new graph is written."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ikbo_tree.errors import TreeError
+from ikbo_tree.rewriting import attention, bags, gathers, splitting  # noqa: F401  register their rules
+from ikbo_tree.rewriting.builder import Builder, aten
+from ikbo_tree.rewriting.capture import Captured
+from ikbo_tree.rewriting.engine import VALUES, Engine, path_of
+from ikbo_tree.rewriting.inputs import Declared
+from ikbo_tree.rewriting.product import product
+from ikbo_tree.rewriting.report import Report, Step
+from ikbo_tree.rewriting.values import Dense, Index, Map, Path, describe, shape
+from ikbo_tree.tree import BroadcastTree
+
+_DROPPED = (
+    aten._assert_scalar.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+    aten._assert_tensor_metadata.default,
+)
+"""What export writes down of sizes; ops on tensors of other sizes raise by themselves."""
+
+
+class Rewriting:
+    """One pass over one graph.
+
+    Attributes:
+        env: what became of each original node.
+        report: what was done.
+    """
+
+    def __init__(self, captured: Captured, given: Declared) -> None:
+        self.captured = captured
+        self.given = given
+        self.graph = fx.Graph()
+        self.graph._codegen = captured.module.graph._codegen
+        self.env: dict[fx.Node, Any] = {}
+        self.report = Report(given)
+        fake = next(
+            n.meta["val"].fake_mode
+            for n in captured.module.graph.nodes
+            if isinstance(n.meta.get("val"), torch._subclasses.FakeTensor)
+        )
+        # Nothing that the pass asks about sizes may make them constants.
+        fake.shape_env.freeze()
+        self.build = Builder(self.graph, fake)
+        self.engine = Engine(self.build)
+
+    def run(self) -> None:
+        """Interprets every node."""
+        nodes = list(self.captured.module.graph.nodes)
+        for node in nodes:
+            if node.op == "placeholder":
+                self.env[node] = self._copied(node)
+        self._declare()
+        for node in nodes:
+            if node.op == "get_attr":
+                self.env[node] = self._copied(node)
+            elif node.op == "call_function" and node.target not in _DROPPED:
+                self.build.origin = node
+                self.env[node] = self._call(node)
+            elif node.op == "output":
+                self.build.origin = None
+                self.graph.output(self._result(node.args[0]))
+        for name, node in self.captured.placeholders.items():
+            if name in self.given.batches and isinstance(shape(node)[0], int):
+                raise AssertionError(f"the rows of {name} became a constant")
+
+    def _copied(self, node: fx.Node) -> Any:
+        copy = self.graph.node_copy(node)
+        return Dense(copy) if isinstance(node.meta.get("val"), torch.Tensor) else copy
+
+    def _call(self, node: fx.Node) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._found)
+        args, kwargs = _unwrapped(args), _unwrapped(kwargs)
+        if node.target is operator.getitem and isinstance(args[0], tuple):
+            return args[0][args[1]]
+        if not isinstance(node.target, torch._ops.OpOverload):
+            plain = [self.engine.dense(x) if isinstance(x, VALUES) else x for x in args]
+            return self.build.call(node.target, *plain, **kwargs)
+        found = self.engine.run(node.target, args, kwargs, node.meta["val"])
+        self.report.steps.append(Step.of(node, self.engine.done, path_of_any(found)))
+        return found
+
+    def _found(self, node: fx.Node) -> Any:
+        return _Found(self.env[node])
+
+    def _result(self, value: Any) -> Any:
+        def dense(node: fx.Node) -> Any:
+            found = self.env[node]
+            return self.engine.dense(found) if isinstance(found, VALUES) else found
+
+        return fx.node.map_arg(value, dense)
+
+    def _declare(self) -> None:
+        """Turns the inputs that are maps into maps."""
+        given, nodes = self.given, self.captured.placeholders
+        known: dict[tuple[str, str], Map] = {}
+        for name, (fine, coarse) in given.maps.items():
+            node = self.env[nodes[name]].node
+            if len(shape(node)) != 1:
+                raise TreeError(f'broadcasts["{name}"]', "must be a vector", str(list(shape(node))))
+            step = known.setdefault((fine, coarse), Map(f"{fine}->{coarse}", fine, coarse, node))
+            if step.index is not node:
+                self._assert_equal(node, step.index, name)
+            self.env[nodes[name]] = Index((step,))
+        for name, (coarse, fine) in given.counts.items():
+            node = self.env[nodes[name]].node
+            rows = self._size(fine)
+            index = self.build.call(aten.repeat_interleave.Tensor, node, output_size=rows)
+            ends = self.build.call(aten.cumsum.default, node, 0)
+            offsets = self.build.int32(self.build.call(aten.constant_pad_nd.default, ends, [1, 0]))
+            step = Map(f"{fine}->{coarse}", fine, coarse, index, offsets)
+            self.engine.counts[node] = known.setdefault((fine, coarse), step)
+        if given.tree is not None:
+            self._declare_tree(given.tree, known)
+        for name, (fine, coarse) in given.maps.items():
+            path = _through(fine, coarse, known)
+            if len(path) > 1:
+                direct = self.env[nodes[name]].path[0].index
+                self._assert_equal(direct, self.build.compose(path), name)
+                self.env[nodes[name]] = Index(path, direct.meta["val"].dtype)
+
+    def _declare_tree(self, name: str, known: dict[tuple[str, str], Map]) -> None:
+        """The fields of a tree, in the order of `tree.schema`."""
+        tree: BroadcastTree = self.given.example[name]
+        nodes = self.captured.placeholders
+        fields = {
+            i: nodes[f"{name}.{i}"] for i in range(len(tree._fields)) if f"{name}.{i}" in nodes
+        }
+        places = []
+        at = 1
+        for fine, coarse in tree.structure.pairs:
+            f, c = tree.levels[fine], tree.levels[coarse]
+            many = 2 if tree._schema.sorted else 3
+            index, offsets, *order = (self.env[fields[at + i]].node for i in range(many))
+            step = Map(f"{f}->{c}", f, c, index, offsets, order[0] if order else None)
+            known[f, c] = step
+            self.engine.between[f, c] = step
+            places.append((fields[at], f, c, index))
+            at += many
+        for field, f, c, index in places:
+            self.env[field] = Index(_through(f, c, known), index.meta["val"].dtype)
+
+    def _size(self, level: str) -> fx.Node | int:
+        for name, other in self.given.batches.items():
+            if other == level and name in self.captured.placeholders:
+                node = self.env[self.captured.placeholders[name]]
+                if isinstance(node, Dense):
+                    return self.build.size(node.node, 0)
+        raise AssertionError(f"no input has the rows of level {level!r}")
+
+    def _assert_equal(self, a: fx.Node, b: fx.Node, name: str) -> None:
+        call = self.build.call
+        same = call(aten.all.default, call(aten.eq.Tensor, a, b))
+        message = f"input {name!r} must agree with the other maps between its levels"
+        node = self.graph.call_function(aten._assert_async.msg, (same, message))
+        node.meta["val"] = None
+
+    def finished(self) -> nn.Module:
+        """The new model, without what nothing uses."""
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return product(self.captured, self.graph, self.given)
+
+
+class _Found:
+    """Keeps fx from looking into a Value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _unwrapped(value: Any) -> Any:
+    if isinstance(value, _Found):
+        return value.value
+    if isinstance(value, (list, tuple)):
+        return (
+            type(value)(_unwrapped(x) for x in value)
+            if isinstance(value, tuple)
+            else [_unwrapped(x) for x in value]
+        )
+    if isinstance(value, dict):
+        return {k: _unwrapped(x) for k, x in value.items()}
+    return value
+
+
+def _through(fine: str, coarse: str, known: Mapping[tuple[str, str], Map]) -> Path:
+    """The path of most steps between two levels: values then stop at every level between."""
+    best: Path = (known[fine, coarse],)
+    for f, middle in known:
+        if f == fine and middle != coarse and (middle, coarse) in known:
+            longer = (*_through(f, middle, known), *_through(middle, coarse, known))
+            if len(longer) > len(best):
+                best = longer
+    return best
+
+
+def path_of_any(value: Any) -> str:
+    """The levels that a result is lazy along, for reports."""
+    if isinstance(value, tuple):
+        value = next((x for x in value if x is not None), None)
+    if isinstance(value, Index):
+        return describe(value.path)
+    return describe(path_of(value)) if isinstance(value, VALUES) else ""

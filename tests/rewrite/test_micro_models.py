@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from rewrite_cases import all_cases
+from rewrite_cases.chosen import chosen
 from rewrite_cases.rows_seen import RowsSeen, unmet
 from rewrite_cases.trees import DISTINCT, EXAMPLE, SIZES
 from torch.utils._pytree import tree_flatten

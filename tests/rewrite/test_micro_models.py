@@ -47,7 +47,7 @@ LIMITS = {
 CASES = {case.name: case for case in all_cases()}
 REFUSED = [name for name, case in CASES.items() if case.refused]
 DISAGREEING = [name for name, case in CASES.items() if case.disagrees]
-REWRITTEN = [name for name, case in CASES.items() if not case.refused and not case.disagrees]
+REWRITTEN = chosen(n for n, case in CASES.items() if not case.refused and not case.disagrees)
 COUNTED = [
     name
     for name in REWRITTEN

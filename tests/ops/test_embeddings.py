@@ -1,0 +1,185 @@
+"""embedding by distinct ids, against plain indexing."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ikbo_tree import BroadcastTree, TreeError, UnsupportedError
+from ikbo_tree.ops.embeddings import embedding
+from ikbo_tree.testing.cases import Call, Input, Rows, flag, pick
+from ikbo_tree.testing.checks import CHECKS, Bench
+from ikbo_tree.testing.poison import natural_memory
+from ikbo_tree.testing.strategies import trees
+
+every_impl = pytest.mark.parametrize("impl", ["torch", "reference"])
+either_way = pytest.mark.parametrize("unique", [True, False])
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def users(counts, **options):
+    return BroadcastTree.from_counts({"item": counts}, root="user", **options)
+
+
+def draw(tree, rng):
+    """A call whose reference is plain indexing, differentiated by autograd."""
+    level = pick(rng, [*tree.levels, *tree.tables])
+    tail, size, width = pick(rng, [(), (1,), (3,), (2, 2), (0,)]), pick(rng, [1, 4, 50]), 3
+    given = rng.integers(0, size, (tree.rows(level), *tail))
+    dtype, unique = pick(rng, INTEGERS), flag(rng)
+
+    def ids(tree):
+        """Nonsense in dead rows."""
+        found = torch.full((tree.capacity(level), *tail), 99, dtype=dtype)
+        found[: len(given)] = torch.from_numpy(given)
+        return found
+
+    def run(tree, x, impl):
+        weight = x["weight"]
+        if impl == "reference":
+            out = weight[torch.from_numpy(given)]
+            dead = tree.capacity(level) - len(given)
+            return (torch.cat([out, out.new_zeros(dead, *out.shape[1:])]),)
+        return (embedding(ids(tree), weight, tree=tree, level=level, unique=unique, impl=impl),)
+
+    def oracle(tree, arrays):
+        return (run(tree, {"weight": torch.from_numpy(arrays["weight"])}, "reference")[0].numpy(),)
+
+    inputs = {"weight": Input(shape=(size, width))}
+    code = f"embedding at {level}, {tail} of {size}, {unique}"
+    return Call("embedding", code, inputs, (Rows(level),), run, oracle, multilinear=True)
+
+
+def hold(tree, seed, dtype=torch.float32, impl="torch"):
+    bench = Bench(
+        draw(tree, np.random.default_rng(seed)), tree, impl, dtype, seed, torch.device("cpu")
+    )
+    for name, check in CHECKS.items():
+        # The reference is plain indexing; no input has rows that could spoil others.
+        if name not in ("reference", "isolation"):
+            check(bench)
+
+
+@every_impl
+@settings(max_examples=25)
+@given(tree=trees(max_rows=200), seed=st.integers(0, 2**16))
+def test_contracts(impl, tree, seed):
+    if impl == "torch":
+        hold(tree, seed)
+    else:
+        call = draw(tree, np.random.default_rng(seed))
+        x = call.tensors(tree, torch.float32, seed)
+        assert torch.equal(*(call.run(tree, x, name)[0] for name in ("torch", "reference")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+@settings(max_examples=8)
+@given(tree=trees(max_rows=100), seed=st.integers(0, 2**16))
+def test_contracts_in_other_dtypes(dtype, tree, seed):
+    hold(tree, seed, dtype)
+
+
+def test_each_distinct_id_is_looked_up_once():
+    class Watched(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.index_select.default and args[0] is weight:
+                looked_up.append(args[2].tolist())
+            return function(*args, **(kwargs or {}))
+
+    weight, looked_up = torch.randn(100, 2), []
+    ids = torch.tensor([7, 3, 7, 7, 90, 3])
+    with Watched():
+        out = embedding(ids, weight, tree=users([6]), level="item")
+    assert looked_up == [[3, 7, 90]]
+    assert torch.equal(out, weight[ids])
+
+
+@either_way
+def test_a_bfloat16_gradient_of_4096_ones(unique):
+    weight = torch.zeros(3, 2, dtype=torch.bfloat16, requires_grad=True)
+    ids = torch.ones(4096, dtype=torch.int32)
+    embedding(ids, weight, tree=users([4096]), level="item", unique=unique).sum().backward()
+    assert weight.grad.tolist() == [[0, 0], [4096, 4096], [0, 0]]
+
+
+@either_way
+@pytest.mark.parametrize("counts", [[0, 0], []])
+def test_no_rows(counts, unique):
+    weight = torch.randn(3, 2, requires_grad=True)
+    ids = torch.empty(0, 4, dtype=torch.int64)
+    out = embedding(ids, weight, tree=users(counts), level="item", unique=unique)
+    assert out.shape == (0, 4, 2)
+    assert (torch.autograd.grad(out.sum(), weight)[0] == 0).all()
+
+
+@either_way
+def test_an_empty_table_below_dead_rows(unique):
+    tree = users([0], capacity={"user": 1, "item": 2})
+    weight = torch.randn(0, 2, requires_grad=True)
+    out = embedding(torch.tensor([5, -1]), weight, tree=tree, level="item", unique=unique)
+    assert out.tolist() == [[0, 0], [0, 0]]
+    assert torch.autograd.grad(out.sum(), weight)[0].shape == (0, 2)
+
+
+@either_way
+def test_derivatives_of_any_order(unique):
+    weight = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([2, 0, 2, 2])
+
+    def function(weight):
+        return embedding(ids, weight, tree=users([4]), level="item", unique=unique).square()
+
+    assert torch.autograd.gradcheck(function, weight)
+    assert torch.autograd.gradgradcheck(function, weight)
+
+
+@pytest.mark.parametrize(("ids", "got"), [([0, 3], 3), ([-1, 0], -1)])
+def test_ids_out_of_range(ids, got):
+    with pytest.raises(TreeError, match=rf"ids must lie in 0 ... 2, the rows of weight; got {got}"):
+        embedding(torch.tensor(ids), torch.zeros(3, 2), tree=users([2]), level="item")
+
+
+def test_errors_are_in_the_callers_words():
+    tree, ids, weight = users([2]), torch.tensor([0, 1]), torch.zeros(3, 2)
+    with pytest.raises(TypeError, match=r"ids must be integers; got torch.float32"):
+        embedding(ids.float(), weight, tree=tree, level="item")
+    with pytest.raises(TypeError, match=r"weight must be float64.*got torch.int64"):
+        embedding(ids, weight.long(), tree=tree, level="item")
+    with pytest.raises(TreeError, match=r"weight must have shape \[V, D\]"):
+        embedding(ids, weight[0], tree=tree, level="item")
+    with pytest.raises(TreeError, match=r"ids must have 2 rows \(level 'item'\)"):
+        embedding(ids[:1], weight, tree=tree, level="item")
+    with pytest.raises(TreeError, match="'shop'"):
+        embedding(ids, weight, tree=tree, level="shop")
+    with pytest.raises(UnsupportedError, match='impl="gluon" cannot run'):
+        embedding(ids, weight, tree=tree, level="item", impl="gluon")
+
+
+@pytest.mark.parametrize("spare", [0, 3])
+def test_new_trees_do_not_recompile(spare):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    def look_up(ids, weight, tree):
+        return embedding(ids, weight, tree=tree, level="item")
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(look_up, fullgraph=True, backend=counter)
+    rng = np.random.default_rng(0)
+    weight = torch.randn(9, 2, requires_grad=True)
+    with natural_memory():
+        for count in range(7):
+            counts = rng.integers(2, 9, int(rng.integers(3, 9)))
+            capacity = {"user": len(counts) + spare, "item": int(counts.sum()) + spare}
+            tree = users(counts, capacity=capacity if spare else None)
+            ids = torch.from_numpy(rng.integers(0, 9, (tree.capacity("item"), 2)))
+            ids[tree.rows("item") :] = 99
+            grad = torch.randn(*ids.shape, 2)
+            out, exact = compiled(ids, weight, tree), look_up(ids, weight, tree)
+            assert torch.equal(out, exact)
+            (found,) = torch.autograd.grad(out, weight, grad)
+            assert torch.equal(found, torch.autograd.grad(exact, weight, grad)[0])
+            if count == 2:
+                settled = counter.frame_count
+    assert counter.frame_count == settled

@@ -1,0 +1,359 @@
+"""dot_interaction, factorization_machine and cross, against flat torch on broadcast inputs."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ikbo_tree import BroadcastTree, TreeError, UnsupportedError
+from ikbo_tree.ops import cross_layers, dots
+from ikbo_tree.ops.cross_layers import LowRankCross, MatrixCross, MixtureCross, VectorCross, cross
+from ikbo_tree.ops.interactions import dot_interaction, factorization_machine
+from ikbo_tree.testing.cases import Call, Input, Rows, flag, pick, reachable, some_of
+from ikbo_tree.testing.checks import CHECKS, Bench
+from ikbo_tree.testing.poison import natural_memory
+from ikbo_tree.testing.strategies import trees
+
+OPS = ("dot_interaction", "factorization_machine", "cross")
+FORMS = ("vector", "matrix", "low rank", "mixture", "gated mixture")
+every_op = pytest.mark.parametrize("op", OPS)
+every_impl = pytest.mark.parametrize("impl", ["torch", "reference"])
+
+
+def users(counts, **options):
+    return BroadcastTree.from_counts({"item": counts}, root="user", **options)
+
+
+def flat(tree, level, x, names):
+    """Live rows of `level`: what a flat model has there, side by side."""
+    rows = tree.rows(level)
+    return torch.cat([x[n][tree.ancestors(level, of=n)[:rows].long()] for n in names], dim=1)
+
+
+def padded(tree, level, x):
+    return torch.cat([x, x.new_zeros(tree.capacity(level) - len(x), *x.shape[1:])])
+
+
+def flat_dots(x, order, itself):
+    """By the definition of the order, pair after pair."""
+    z = torch.bmm(x, x.transpose(1, 2))
+    size = x.shape[1]
+    if order == "tril":
+        pairs = [(i, j) for i in range(size) for j in range(i + itself)]
+    else:
+        pairs = [(i, j) for i in range(size) for j in range(i + 1 - itself, size)]
+    i, j = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).unbind(1)
+    return z[:, i, j]
+
+
+def flat_machine(x):
+    return (x.sum(1).square() - x.square().sum(1)) / 2
+
+
+def flat_cross(x0, layers):
+    x = x0
+    for form, w in layers:
+        bias = w.get("bias", 0)
+        if form == "vector":
+            x = x0 * (x @ w["weight"])[:, None] + bias + x
+        elif form == "matrix":
+            x = x0 * (x @ w["weight"].T + bias) + x
+        elif form == "low rank":
+            x = x0 * (x @ w["v"].T @ w["u"].T + bias) + x
+        else:
+            experts = w["v"].shape[0]
+            gates = torch.full((len(x), experts), 1 / experts, dtype=x.dtype)
+            if "gates" in w:
+                gates = (x @ w["gates"].T).softmax(1)
+            total = 0
+            for e in range(experts):
+                hidden = torch.tanh(torch.tanh(x @ w["v"][e].T) @ w["c"][e].T)
+                total = total + gates[:, e, None] * (x0 * (hidden @ w["u"][e].T + bias))
+            x = total + x
+    return x
+
+
+def layer_shapes(form, width, rng):
+    rank, experts = pick(rng, [1, 3]), pick(rng, [1, 2])
+    shapes = {
+        "vector": {"weight": (width,)},
+        "matrix": {"weight": (width, width)},
+        "low rank": {"u": (width, rank), "v": (rank, width)},
+        "mixture": {
+            "u": (experts, width, rank), "v": (experts, rank, width), "c": (experts, rank, rank)
+        },
+    }  # fmt: skip
+    found = shapes[form.removeprefix("gated ")]
+    if form == "gated mixture":
+        found["gates"] = (experts, width)
+    return found | ({"bias": (width,)} if flag(rng) else {})
+
+
+def layer_of(form, weights):
+    kinds = {"vector": VectorCross, "matrix": MatrixCross, "low rank": LowRankCross}
+    return kinds.get(form, MixtureCross)(**weights)
+
+
+def draw(op, tree, rng):
+    """A call whose reference is flat torch, differentiated by autograd."""
+    level = pick(rng, tree.levels)
+    names = some_of(rng, reachable(tree, level))
+    options = {} if tree.chain("x", names)[-1] == level and flag(rng) else {"level": level}
+    terms = op != "cross"
+    if op == "cross":
+        inputs = {name: Input(name, shape=(pick(rng, [1, 3, 8]),)) for name in names}
+        width = sum(spec.shape[0] for spec in inputs.values())
+        forms = [pick(rng, FORMS) for _ in range(pick(rng, [1, 1, 2, 3]))]
+        if flag(rng):
+            forms = ["vector", *forms]
+        shapes = [layer_shapes(form, width, rng) for form in forms]
+        for at, layer in enumerate(shapes):
+            for name, shape in layer.items():
+                inputs[f"{at}_{name}"] = Input(shape=shape, scale=0.4)
+
+        def split(x):
+            weights = [{n: x[f"{at}_{n}"] for n in layer} for at, layer in enumerate(shapes)]
+            return {n: x[n] for n in names}, list(zip(forms, weights, strict=True))
+
+        def meaning(tree, x):
+            parts, layers = split(x)
+            return flat_cross(flat(tree, level, parts, names), layers)
+
+        def run(tree, x, impl):
+            parts, layers = split(x)
+            layers = [layer_of(*layer) for layer in layers]
+            return cross(parts, layers, tree=tree, impl=impl, **options)
+
+    else:
+        dim = pick(rng, [1, 3, 8])
+        inputs = {name: Input(name, shape=(pick(rng, [1, 2, 5]), dim)) for name in names}
+        if op == "dot_interaction":
+            kind = {"order": pick(rng, ["tril", "triu"]), "self_interaction": flag(rng)}
+            ours, theirs = dot_interaction, lambda x: flat_dots(x, *kind.values())
+            options |= kind
+        else:
+            ours, theirs = factorization_machine, flat_machine
+
+        def meaning(tree, x):
+            return theirs(flat(tree, level, x, names))
+
+        def run(tree, x, impl):
+            return ours(x, tree=tree, impl=impl, **options)
+
+    def by_either(tree, x, impl):
+        if impl == "reference":
+            return (padded(tree, level, meaning(tree, x)),)
+        return (run(tree, x, impl),)
+
+    def oracle(tree, arrays):
+        x = {name: torch.from_numpy(np.asarray(a)) for name, a in arrays.items()}
+        return tuple(y.numpy() for y in by_either(tree, x, "reference"))
+
+    return Call(op, f"{op} {options}", inputs, (Rows(level),), by_either, oracle, multilinear=terms)
+
+
+def hold(op, tree, seed, dtype=torch.float32, impl="torch"):
+    bench = Bench(
+        draw(op, tree, np.random.default_rng(seed)), tree, impl, dtype, seed, torch.device("cpu")
+    )
+    for name, check in CHECKS.items():
+        if name != "reference":  # here that is flat torch itself
+            check(bench)
+
+
+@every_op
+@settings(max_examples=20)
+@given(tree=trees(max_rows=200), seed=st.integers(0, 2**16))
+def test_contracts(op, tree, seed):
+    hold(op, tree, seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+@every_op
+@settings(max_examples=5)
+@given(tree=trees(max_rows=100), seed=st.integers(0, 2**16))
+def test_contracts_in_other_dtypes(op, dtype, tree, seed):
+    hold(op, tree, seed, dtype)
+
+
+class TestDots:
+    @pytest.mark.parametrize("rows", [1, 3, 50])
+    @pytest.mark.parametrize("walked", [0, 10**9])
+    @settings(max_examples=12)
+    @given(tree=trees(max_rows=100), seed=st.integers(0, 2**16))
+    def test_any_cut_and_either_way_to_the_coarse_fields(self, rows, walked, tree, seed):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dots, "CHUNK", rows * 30)
+            patch.setattr(dots, "WALKED", walked)
+            hold("dot_interaction", tree, seed)
+
+    @settings(max_examples=20)
+    @given(tree=trees(max_rows=100), seed=st.integers(0, 2**16))
+    def test_as_on_a_device_that_no_one_waits_for(self, tree, seed):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dots, "on_host", lambda x: False)
+            hold("dot_interaction", tree, seed)
+
+    def test_dlrm_and_torchrec_order(self):
+        """Two user and two item fields of one-hot sums, so that every product names its pair."""
+        x = torch.tensor([[[2.0], [3.0]]]), torch.tensor([[[5.0], [7.0]]])
+        fields = dict(zip(("user", "item"), x, strict=True))
+        tree = users([1])
+        assert dot_interaction(fields, tree=tree).tolist() == [[6, 10, 15, 14, 21, 35]]
+        out = dot_interaction(fields, tree=tree, order="triu")
+        assert out.tolist() == [[6, 10, 14, 15, 21, 35]]
+        out = dot_interaction(fields, tree=tree, self_interaction=True)
+        assert out.tolist() == [[4, 6, 9, 10, 15, 25, 14, 21, 35, 49]]
+        out = dot_interaction(fields, tree=tree, self_interaction=True, order="triu")
+        assert out.tolist() == [[4, 6, 10, 14, 9, 15, 21, 25, 35, 49]]
+        turned = {"item": fields["item"], "user": fields["user"]}
+        assert dot_interaction(turned, tree=tree).tolist() == [[35, 10, 14, 15, 21, 6]]
+
+    def test_nothing_but_the_fields_is_kept(self):
+        tree = users([64] * 8)
+        x = torch.randn(512, 4, 16, requires_grad=True)
+        y = torch.randn(8, 4, 16, requires_grad=True)
+        kept = {}
+
+        def keep(t):
+            if t.is_floating_point():
+                kept[t.data_ptr()] = t.numel()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            dot_interaction({"user": y, "item": x}, tree=tree)
+        assert sum(kept.values()) <= x.numel() + y.numel()
+
+    def test_one_field_has_no_pairs(self):
+        x = torch.randn(3, 1, 4, requires_grad=True)
+        out = dot_interaction({"item": x}, tree=users([2, 1]))
+        assert out.shape == (3, 0)
+        assert (torch.autograd.grad(out.sum(), x)[0] == 0).all()
+
+    def test_a_second_derivative_raises(self):
+        x = torch.randn(3, 2, 4, requires_grad=True)
+        out = dot_interaction({"item": x}, tree=users([2, 1]))
+        (dx,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dx.sum().backward()
+
+
+class TestMachine:
+    def test_far_less_cancels_than_in_the_flat_formula(self):
+        """A user vector a thousand times as large as an item's: their product is all there is."""
+        tree = users([3])
+        user, item = torch.full((1, 1, 2), 1000.0), torch.full((3, 1, 2), 1.1e-3)
+        out = factorization_machine({"user": user, "item": item}, tree=tree)
+        exact = (user.double() * item.double()).squeeze(1)
+        torch.testing.assert_close(out.double(), exact, rtol=1e-7, atol=0)
+        flat = flat_machine(torch.cat([user.expand(3, 1, 2), item], dim=1))
+        assert (flat - exact).abs().max() > 1e-3  # what this is about
+
+
+class TestCross:
+    @every_impl
+    def test_vectors_alone_never_meet_at_the_finest_level(self, impl):
+        """Three layers are one decomposed product: `linear` is called once, three columns wide."""
+        tree = users([2, 0, 3])
+        x = {"user": torch.randn(3, 4), "item": torch.randn(5, 2)}
+        weights = [{"weight": torch.randn(6), "bias": torch.randn(6)} for _ in range(3)]
+        calls = []
+        whole = cross_layers.linear
+
+        def watched(inputs, weights, **options):
+            calls.append([w.shape for w in weights.values()])
+            return whole(inputs, weights, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cross_layers, "linear", watched)
+            out = cross(x, [VectorCross(**w) for w in weights], tree=tree, impl=impl)
+        assert calls == [[(3, 4), (3, 2)]]
+        exact = flat_cross(flat(tree, "item", x, list(x)), [("vector", w) for w in weights])
+        torch.testing.assert_close(out, exact)
+
+    def test_no_layers_are_the_concatenation(self):
+        x = {"user": torch.randn(2, 1), "item": torch.randn(3, 2)}
+        out = cross(x, [], tree=users([2, 1]))
+        assert torch.equal(out, torch.cat([x["user"][[0, 0, 1]], x["item"]], dim=1))
+
+
+@every_impl
+@pytest.mark.parametrize("counts", [[1, 0, 5, 4, 0], [0, 0], [0], []])
+def test_childless_rows_and_no_rows(counts, impl):
+    tree = users(counts)
+    fields = {
+        "user": torch.randn(len(counts), 2, 3, requires_grad=True),
+        "item": torch.randn(sum(counts), 2, 3, requires_grad=True),
+    }
+    parts = {name: x.flatten(1) for name, x in fields.items()}
+    at = {"tree": tree, "impl": impl}
+    for out in (
+        dot_interaction(fields, **at),
+        factorization_machine(fields, **at),
+        cross(parts, [MatrixCross(torch.randn(12, 12))], **at),
+    ):
+        dx, dy = torch.autograd.grad(out, list(fields.values()), torch.ones_like(out))
+        assert dy.isfinite().all()
+        assert (dx[torch.tensor(counts) == 0] == 0).all()
+
+
+def test_errors_are_in_the_callers_words():
+    tree = users([2, 1])
+    x, y = torch.zeros(3, 2, 4), torch.zeros(2, 2, 4)
+    with pytest.raises(TreeError, match=r'fields\["item"\] must have shape \[rows, F, D\], D = 4'):
+        dot_interaction({"user": y, "item": x[..., :3]}, tree=tree)
+    with pytest.raises(TreeError, match=r'fields\["user"\] must have shape \[rows, F, D\]'):
+        factorization_machine({"user": y[:, 0]}, tree=tree)
+    for op in (dot_interaction, factorization_machine):
+        with pytest.raises(UnsupportedError, match='impl="gluon" cannot run'):
+            op({"user": y, "item": x}, tree=tree, impl="gluon")
+    with pytest.raises(ValueError, match="order must be one of tril, triu"):
+        dot_interaction({"item": x}, tree=tree, order="upper")
+    with pytest.raises(TypeError, match=r"must be torch.float32 like the first operand"):
+        dot_interaction({"user": y, "item": x.double()}, tree=tree)
+    parts = {"user": torch.zeros(2, 3), "item": torch.zeros(3, 1)}
+    with pytest.raises(TreeError, match=r"layers\[1\].weight must have shape \(4, 4\).*\(4, 3\)"):
+        cross(parts, [VectorCross(torch.zeros(4)), MatrixCross(torch.zeros(4, 3))], tree=tree)
+    weights = torch.zeros(2, 4, 5), torch.zeros(2, 5, 4), torch.zeros(2, 5, 4)
+    with pytest.raises(TreeError, match=r"layers\[0\].c must have shape \(2, 5, 5\)"):
+        cross(parts, [MixtureCross(*weights)], tree=tree)
+    with pytest.raises(TypeError, match=r"layers\[0\].weight must be torch.float32, as inputs"):
+        cross(parts, [VectorCross(torch.zeros(4).double())], tree=tree)
+    with pytest.raises(TreeError, match=r'inputs\["item"\] must have shape \[rows, K\]'):
+        cross({"item": x}, [], tree=tree)
+
+
+@every_op
+@pytest.mark.parametrize("spare", [0, 3])
+def test_new_trees_do_not_recompile(op, spare):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    weights = torch.randn(12, 12) * 0.3, torch.randn(12) * 0.3
+
+    def score(x, y, tree):
+        fields = {"user": y, "item": x}
+        if op == "cross":
+            parts = {name: f.flatten(1) for name, f in fields.items()}
+            return cross(parts, [VectorCross(weights[1]), MatrixCross(*weights)], tree=tree)
+        return globals()[op](fields, tree=tree)
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(score, fullgraph=True, backend=counter)
+    rng = np.random.default_rng(0)
+    with natural_memory():
+        for count in range(7):
+            counts = rng.integers(1, 40, int(rng.integers(2, 9)))
+            capacity = {"user": len(counts) + spare, "item": int(counts.sum()) + spare}
+            tree = users(counts, capacity=capacity if spare else None)
+            x = torch.randn(tree.capacity("item"), 2, 3, requires_grad=True)
+            y = torch.randn(tree.capacity("user"), 2, 3, requires_grad=True)
+            out, exact = compiled(x, y, tree), score(x, y, tree)
+            torch.testing.assert_close(out, exact)
+            grads = torch.autograd.grad(out.sum(), [x, y])
+            exact = torch.autograd.grad(exact.sum(), [x, y])
+            torch.testing.assert_close(grads, exact, rtol=1e-5, atol=1e-5)
+            if count == 2:
+                settled = counter.frame_count
+    assert counter.frame_count == settled

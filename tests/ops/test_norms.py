@@ -1,0 +1,295 @@
+"""layer_norm and rms_norm over a virtual concatenation, against flat torch on a real one."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ikbo_tree import BroadcastTree, TreeError, UnsupportedError
+from ikbo_tree.ops import norms
+from ikbo_tree.ops.norms import layer_norm, rms_norm
+from ikbo_tree.testing.cases import Call, Input, Rows, flag, pick, reachable, some_of
+from ikbo_tree.testing.checks import CHECKS, Bench
+from ikbo_tree.testing.poison import natural_memory
+from ikbo_tree.testing.strategies import trees
+
+OPS = ("layer_norm", "rms_norm")
+every_op = pytest.mark.parametrize("op", OPS)
+every_impl = pytest.mark.parametrize("impl", ["torch", "reference"])
+
+
+def users(counts, **options):
+    return BroadcastTree.from_counts({"item": counts}, root="user", **options)
+
+
+def flat(tree, level, x, names):
+    """Live rows of `level`: what a flat model has there, side by side."""
+    rows = tree.rows(level)
+    return torch.cat([x[n][tree.ancestors(level, of=n)[:rows].long()] for n in names], dim=1)
+
+
+def flat_norm(op, x, weight, bias, eps):
+    width = x.shape[1:]
+    if op == "layer_norm":
+        return torch.nn.functional.layer_norm(x, width, weight, bias, eps)
+    return torch.nn.functional.rms_norm(x, width, weight, eps)
+
+
+class Terms(torch.autograd.Function):
+    """The same, but its gradients are sums of the absolute values of their terms, which cancel."""
+
+    @staticmethod
+    def forward(ctx, op, x, weight, bias, eps):
+        ctx.op, ctx.eps = op, eps
+        ctx.save_for_backward(x, weight, bias)
+        return flat_norm(op, x, weight, bias, eps)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, bias = ctx.saved_tensors
+        if ctx.op == "layer_norm":
+            x = x - x.mean(1, keepdim=True)
+        rstd = (x.square().mean(1, keepdim=True) + ctx.eps).rsqrt()
+        size, grad = (x * rstd).abs(), grad.abs()
+        d_weight, d_bias = (grad * size).sum(0), grad.sum(0)
+        grad = grad if weight is None else grad * weight.abs()
+        dx = grad + size * (grad * size).mean(1, keepdim=True)
+        if ctx.op == "layer_norm":
+            dx = dx + grad.mean(1, keepdim=True)
+        return (
+            None, rstd * dx, None if weight is None else d_weight, None if bias is None else d_bias,
+            None,
+        )  # fmt: skip
+
+
+def padded(tree, level, x):
+    return torch.cat([x, x.new_zeros(tree.capacity(level) - len(x), *x.shape[1:])])
+
+
+def draw(op, tree, rng):
+    """A call whose reference is flat torch, differentiated by autograd."""
+    level = pick(rng, tree.levels)
+    names = some_of(rng, reachable(tree, level))
+    inputs = {name: Input(name, shape=(pick(rng, [1, 2, 7, 20]),)) for name in names}
+    width = sum(spec.shape[0] for spec in inputs.values())
+    for name in ("weight", "bias")[: 2 if op == "layer_norm" else 1]:
+        if flag(rng):
+            inputs[name] = Input(shape=(width,))
+    in_terms = []
+
+    @contextlib.contextmanager
+    def terms():
+        in_terms.append(True)
+        yield
+        in_terms.clear()
+
+    options = {"eps": pick(rng, [1e-5, 1e-2])}
+    last = tree.chain("x", names)[-1]
+    where = {} if last == level and flag(rng) else {"level": level}
+
+    def run(tree, x, impl):
+        parts = {name: x[name] for name in names}
+        given = {name: x[name] for name in ("weight", "bias") if name in x}
+        if impl == "reference":
+            whole = flat(tree, level, parts, names)
+            norm = Terms.apply if in_terms else flat_norm
+            out = norm(op, whole, x.get("weight"), x.get("bias"), options["eps"])
+            return (padded(tree, level, out),)
+        ours = layer_norm if op == "layer_norm" else rms_norm
+        return (ours(parts, **given, tree=tree, impl=impl, **options, **where),)
+
+    def oracle(tree, arrays):
+        x = {name: torch.from_numpy(np.asarray(a)) for name, a in arrays.items()}
+        return tuple(y.numpy() for y in run(tree, x, "reference"))
+
+    return Call(op, f"{op} {options}", inputs, (Rows(level),), run, oracle, terms=terms)
+
+
+def hold(op, tree, seed, dtype=torch.float32, impl="torch"):
+    bench = Bench(
+        draw(op, tree, np.random.default_rng(seed)), tree, impl, dtype, seed, torch.device("cpu")
+    )
+    for name, check in CHECKS.items():
+        if name != "reference":  # here that is flat torch itself
+            check(bench)
+
+
+@every_op
+@settings(max_examples=25)
+@given(tree=trees(max_rows=200), seed=st.integers(0, 2**16))
+def test_contracts(op, tree, seed):
+    hold(op, tree, seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+@every_op
+@settings(max_examples=5)
+@given(tree=trees(max_rows=100), seed=st.integers(0, 2**16))
+def test_contracts_in_other_dtypes(op, dtype, tree, seed):
+    hold(op, tree, seed, dtype)
+
+
+@every_op
+@settings(max_examples=10)
+@given(tree=trees(max_rows=100), seed=st.integers(0, 2**16))
+def test_rows_cut_anywhere(op, tree, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(norms, "CHUNK", 40)
+        hold(op, tree, seed)
+
+
+@every_op
+@settings(max_examples=15)
+@given(tree=trees(max_rows=100), seed=st.integers(0, 2**16))
+def test_as_on_a_device_that_no_one_waits_for(op, tree, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(norms, "on_host", lambda x: False)
+        hold(op, tree, seed)
+
+
+@pytest.mark.parametrize("offset", [1000.0, 4000.0])
+def test_a_mean_far_larger_than_the_deviation(offset):
+    """As good as torch on the concatenation, where E[x^2] - E[x]^2 has no digit right."""
+    tree = BroadcastTree.from_counts({"vendor": [2, 1], "item": [3, 0, 40]}, root="user")
+    widths = {"user": 5, "vendor": 60, "item": 3}
+    generator = torch.Generator().manual_seed(0)
+    # Multiples of 1/64, so that the numbers themselves lose nothing in float32.
+    x = {
+        n: offset + torch.randint(-128, 128, (tree.rows(n), k), generator=generator) / 64
+        for n, k in widths.items()
+    }
+    whole = flat(tree, "item", x, list(widths))
+    exact = flat_norm("layer_norm", whole.double(), None, None, 1e-5)
+    theirs = flat_norm("layer_norm", whole, None, None, 1e-5)
+    ours = layer_norm(x, tree=tree, eps=1e-5)
+    # One rounding of the mean, 2^-24 of it, is all that either may be wrong by (and 4 for luck).
+    allowed = 4 * offset * 2.0**-24
+    assert (theirs - exact).abs().max() < allowed
+    assert (ours - exact).abs().max() < allowed
+    variance = whole.square().mean(1) - whole.mean(1).square()
+    naive = (whole - whole.mean(1, keepdim=True)) * (variance.clamp(min=0) + 1e-5).rsqrt()[:, None]
+    assert (naive - exact).abs().max() > 10 * allowed  # what this is about
+
+
+@every_impl
+@pytest.mark.parametrize("counts", [[1, 0, 5, 4, 0], [0, 0], [0], []])
+def test_childless_rows_and_no_rows(counts, impl):
+    tree = users(counts)
+    y = torch.randn(len(counts), 4, requires_grad=True)
+    x = torch.randn(sum(counts), 2, requires_grad=True)
+    for op in (layer_norm, rms_norm):
+        out = op({"user": y, "item": x}, torch.rand(6), tree=tree, impl=impl)
+        assert out.shape == (sum(counts), 6)
+        dy, dx = torch.autograd.grad(out, [y, x], torch.ones_like(out))
+        assert dx.isfinite().all()
+        assert (dy[torch.tensor(counts) == 0] == 0).all()
+
+
+def test_dead_rows_and_no_eps():
+    """1 / sqrt(0) at rows that do not count must not reach the weight's gradient."""
+    tree = users([2, 1], capacity={"user": 4, "item": 6})
+    weight = torch.ones(3, requires_grad=True)
+    x = {"user": torch.randn(4, 1), "item": torch.randn(6, 2)}
+    for op in (layer_norm, rms_norm):
+        out = op(x, weight, tree=tree, eps=0.0)
+        assert (out[3:] == 0).all()
+        (dw,) = torch.autograd.grad(out, weight, torch.full_like(out, 1).log1p())
+        assert dw.isfinite().all()
+
+
+@every_op
+def test_kept_for_backward_are_the_inputs_and_a_few_numbers_a_row(op):
+    tree = users([64] * 8)
+    x = {
+        "user": torch.randn(8, 40, requires_grad=True),
+        "item": torch.randn(512, 40, requires_grad=True),
+    }
+    kept = {}
+
+    def keep(t):
+        if t.is_floating_point():
+            kept[t.data_ptr()] = t.numel()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        getattr(norms, op)(x, tree=tree)
+    inputs = sum(kept.pop(part.data_ptr(), 0) for part in x.values())
+    assert inputs <= 520 * 40
+    # The users' part with zeros in childless rows, and two numbers an item.
+    assert sum(kept.values()) <= 8 * 40 + 512 * 2
+
+
+@every_impl
+def test_gradcheck(impl):
+    tree = BroadcastTree.from_parents({"item": [1, 0, 1, 1]}, root="user", root_rows=2)
+    tensors = [torch.randn(s, dtype=torch.float64) for s in ((2, 3), (4, 2), (5,), (5,))]
+    tensors = [x.requires_grad_() for x in tensors]
+
+    def function(y, x, weight, bias):
+        pair = {"user": y, "item": x}
+        out = layer_norm(pair, weight, bias, tree=tree, impl=impl)
+        return out + rms_norm(pair, weight, tree=tree, impl=impl)
+
+    assert torch.autograd.gradcheck(function, tensors)
+
+
+def test_a_second_derivative_raises():
+    x = torch.randn(3, 4, requires_grad=True)
+    out = layer_norm({"item": x}, tree=users([2, 1]))
+    (dx,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_errors_are_in_the_callers_words():
+    tree = users([2, 1])
+    x = {"user": torch.zeros(2, 3), "item": torch.zeros(3, 2)}
+    with pytest.raises(TreeError, match=r"weight must have shape \[5\]; got shape \(3,\)"):
+        layer_norm(x, torch.ones(3), tree=tree)
+    with pytest.raises(TreeError, match=r"bias must have shape \[5\]"):
+        layer_norm(x, None, torch.ones(5, 1), tree=tree)
+    with pytest.raises(TypeError, match=r"weight must be torch.float32 like the inputs"):
+        rms_norm(x, torch.ones(5).half(), tree=tree)
+    with pytest.raises(TreeError, match=r'inputs\["item"\] must have shape \[rows, K\]'):
+        rms_norm({"item": torch.zeros(3, 2, 1)}, tree=tree)
+    with pytest.raises(TreeError, match="inputs must have at least one feature; got none"):
+        layer_norm({"item": torch.zeros(3, 0)}, tree=tree)
+    with pytest.raises(ValueError, match="impl must be one of"):
+        layer_norm(x, tree=tree, impl="fastest")
+    with pytest.raises(UnsupportedError, match='impl="gluon" cannot run a norm over levels'):
+        rms_norm(x, tree=tree, impl="gluon")
+
+
+@every_op
+@pytest.mark.parametrize("spare", [0, 3])
+def test_new_trees_do_not_recompile(op, spare):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    weight = torch.randn(5)
+
+    def score(x, y, tree):
+        return getattr(norms, op)({"user": y, "item": x}, weight, tree=tree)
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(score, fullgraph=True, backend=counter)
+    rng = np.random.default_rng(0)
+    with natural_memory():
+        for count in range(7):
+            counts = rng.integers(1, 40, int(rng.integers(2, 9)))
+            capacity = {"user": len(counts) + spare, "item": int(counts.sum()) + spare}
+            tree = users(counts, capacity=capacity if spare else None)
+            x = torch.randn(tree.capacity("item"), 2, requires_grad=True)
+            y = torch.randn(tree.capacity("user"), 3, requires_grad=True)
+            grad = torch.randn(tree.capacity("item"), 5)
+            out, exact = compiled(x, y, tree), score(x, y, tree)
+            torch.testing.assert_close(out, exact)
+            grads = torch.autograd.grad(out, [x, y], grad)
+            exact = torch.autograd.grad(exact, [x, y], grad)
+            torch.testing.assert_close(grads, exact, rtol=1e-5, atol=1e-5)
+            if count == 2:
+                settled = counter.frame_count
+    assert counter.frame_count == settled

@@ -1,0 +1,288 @@
+"""pool and attention_pool of padded and packed histories, against one row at a time."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ikbo_tree import BroadcastTree, TreeError
+from ikbo_tree.ops import pooling
+from ikbo_tree.ops.pooling import attention_pool, pool
+from ikbo_tree.testing.cases import Call, Input, Rows, pick
+from ikbo_tree.testing.cases_attention import Owned
+from ikbo_tree.testing.checks import CHECKS, Bench
+from ikbo_tree.testing.poison import natural_memory
+from ikbo_tree.testing.strategies import trees
+
+OPS = ("pool", "attention_pool")
+every_op = pytest.mark.parametrize("op", OPS)
+every_impl = pytest.mark.parametrize("impl", ["torch", "reference"])
+IDENTITY = {"mean": 0.0, "sum": 0.0, "max": -torch.inf}
+
+
+def users(rows, **options):
+    return BroadcastTree.from_counts({"item": [1] * rows}, root="user", root_rows=rows, **options)
+
+
+def entries(owned, x, row):
+    """What a row owns."""
+    if owned.offsets is not None:
+        return x[int(owned.offsets[row]) : int(owned.offsets[row + 1])]
+    return x[row] if owned.lengths is None else x[row, : int(owned.lengths[row])]
+
+
+def flat_pool(x, how):
+    if how == "max":
+        return x.amax(0) if len(x) else x.new_full(x.shape[1:], -torch.inf)
+    return x.sum(0) / (max(len(x), 1) if how == "mean" else 1)
+
+
+def flat_attention(x, scores):
+    return (scores.softmax(0).unsqueeze(-1) * x).sum(0)
+
+
+class Terms(torch.autograd.Function):
+    """`flat_attention`, its gradients the sums of the absolute values of their terms."""
+
+    @staticmethod
+    def forward(ctx, x, scores):
+        ctx.save_for_backward(x, scores)
+        return flat_attention(x, scores)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, scores = ctx.saved_tensors
+        p = scores.softmax(0)
+        size = (grad.abs() * x.abs()).sum(-1)
+        return p.unsqueeze(-1) * grad.abs(), p * (size + (p * size).sum(0))
+
+
+def draw(op, tree, rng):
+    """A call whose reference is plain torch, row after row, differentiated by autograd."""
+    level = pick(rng, [*tree.levels, *tree.tables])
+    owned = Owned.draw(tree, level, rng)
+    how = pick(rng, ["mean", "sum", "max"])
+    if op == "pool":
+        tail = pick(rng, [(), (1,), (5,), (2, 3), (0,)])
+        inputs = {"x": Input(**owned.rows(), shape=owned.shape(*tail))}
+    else:
+        tail = pick(rng, [(1,), (5,), (2, 3)])
+        inputs = {
+            "x": Input(**owned.rows(), shape=owned.shape(*tail)),
+            "scores": Input(**owned.rows(), shape=owned.shape(*tail[:-1])),
+        }
+
+    in_terms = []
+
+    @contextlib.contextmanager
+    def terms():
+        in_terms.append(True)
+        yield
+        in_terms.clear()
+
+    def run(tree, x, impl):
+        if impl != "reference":
+            options = {"tree": tree, "level": level, "impl": impl, **owned.options(tree)}
+            if op == "pool":
+                return (pool(x["x"], op=how, **options),)
+            return (attention_pool(x["x"], x["scores"], **options),)
+        out, attend = [], Terms.apply if in_terms else flat_attention
+        for row in range(tree.rows(level)):
+            parts = [entries(owned, x[name], row) for name in inputs]
+            out.append(flat_pool(*parts, how) if op == "pool" else attend(*parts))
+        # Dead rows, and one that is cut off again, so that there always is one.
+        spare = tree.capacity(level) - tree.rows(level) + 1
+        # Differentiable where no row is live, too.
+        none = sum(part.flatten()[:0].sum() for part in x.values())
+        out += [torch.zeros(tail, dtype=none.dtype)] * spare
+        return ((torch.stack(out) + none)[:-1],)
+
+    def oracle(tree, arrays):
+        x = {name: torch.from_numpy(np.asarray(a)) for name, a in arrays.items()}
+        return tuple(y.numpy() for y in run(tree, x, "reference"))
+
+    return Call(
+        op, f"{op} {how} {owned}", inputs, (Rows(level),), run, oracle,
+        continuous=op != "pool" or how != "max", multilinear=op == "pool" and how != "max",
+        terms=terms if op == "attention_pool" else None,
+    )  # fmt: skip
+
+
+def hold(op, tree, seed, dtype=torch.float32, impl="torch"):
+    bench = Bench(
+        draw(op, tree, np.random.default_rng(seed)), tree, impl, dtype, seed, torch.device("cpu")
+    )
+    for name, check in CHECKS.items():
+        if name != "reference":  # here that is plain torch itself
+            check(bench)
+
+
+@every_op
+@settings(max_examples=25)
+@given(tree=trees(max_rows=100), seed=st.integers(0, 2**16))
+def test_contracts(op, tree, seed):
+    hold(op, tree, seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+@every_op
+@settings(max_examples=8)
+@given(tree=trees(max_rows=60), seed=st.integers(0, 2**16))
+def test_contracts_in_other_dtypes(op, dtype, tree, seed):
+    hold(op, tree, seed, dtype)
+
+
+class TestPool:
+    @every_impl
+    @pytest.mark.parametrize("how", IDENTITY)
+    def test_rows_that_own_nothing(self, how, impl):
+        tree = users(3)
+        x = torch.randn(3, 2, 4)
+        x[0] = x[2] = torch.nan
+        x.requires_grad_()
+        lengths = torch.tensor([0, 2, 0], dtype=torch.uint8)
+        out = pool(x, tree=tree, level="user", op=how, lengths=lengths, impl=impl)
+        assert (out[[0, 2]] == IDENTITY[how]).all()
+        assert out[1].isfinite().all()
+        (dx,) = torch.autograd.grad(out, x, torch.ones_like(out))
+        assert (dx[[0, 2]] == 0).all()
+        assert dx[1].isfinite().all()
+
+    @every_impl
+    @pytest.mark.parametrize("how", IDENTITY)
+    def test_offsets_that_begin_late_and_end_early(self, how, impl):
+        x = torch.tensor([torch.nan, 1.0, 2.0, 5.0, torch.nan], requires_grad=True)
+        offsets = torch.tensor([1, 3, 3, 4], dtype=torch.int16)
+        out = pool(x, tree=users(3), level="user", op=how, offsets=offsets, impl=impl)
+        exact = {"mean": [1.5, 0, 5], "sum": [3, 0, 5], "max": [2, -torch.inf, 5]}
+        assert out.tolist() == exact[how]
+        (dx,) = torch.autograd.grad(out[[0, 2]].sum(), x)
+        exact = {"mean": [0.5, 0.5], "sum": [1, 1], "max": [0, 1]}
+        assert dx.tolist() == [0, *exact[how], 1, 0]
+
+    def test_a_padded_history_at_a_table(self):
+        tree = users(2).with_table("brand", of="item", index=[0, 0], rows=3)
+        x = torch.ones(3, 4)
+        lengths = torch.tensor([1, 2, 3])
+        assert pool(x, tree=tree, level="brand", op="sum", lengths=lengths).tolist() == [1, 2, 3]
+
+    def test_derivatives_of_any_order(self):
+        x = torch.randn(2, 3, 2, dtype=torch.float64, requires_grad=True)
+        for how in ("mean", "sum"):
+
+            def function(x, how=how):
+                lengths = torch.tensor([3, 1])
+                return pool(x, tree=users(2), level="user", op=how, lengths=lengths)
+
+            assert torch.autograd.gradcheck(function, x)
+            assert torch.autograd.gradgradcheck(function, x)
+
+    @pytest.mark.parametrize("padded", [False, True])
+    def test_no_copy_of_the_history_is_made(self, padded):
+        """Padding and unowned entries are segments that no one looks at, not zeros written in."""
+        x = torch.randn(40, 50, 8, requires_grad=True)
+        kept = []
+
+        def keep(t):
+            kept.append(t.numel() if t.is_floating_point() else 0)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            if padded:
+                lengths = torch.arange(40)
+                pool(x, tree=users(40), level="user", lengths=lengths)
+            else:
+                offsets = torch.arange(41) * 50
+                pool(x.flatten(0, 1), tree=users(40), level="user", offsets=offsets)
+        assert sum(kept) == 0
+
+
+class TestAttention:
+    def test_scores_of_minus_infinity_leave_entries_out(self):
+        x = torch.tensor([[[1.0], [torch.nan]]])
+        scores = torch.tensor([[0.0, -torch.inf]])
+        out = attention_pool(x[:, :1].repeat(1, 2, 1), scores, tree=users(1), level="user")
+        assert out.tolist() == [[1.0]]
+
+    def test_a_vector_that_scores_gets_its_gradient(self):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(3, 5, 4, generator=generator, dtype=torch.float64)
+        w = torch.randn(4, generator=generator, dtype=torch.float64)
+
+        def function(x, w):
+            lengths = torch.tensor([5, 0, 2])
+            return attention_pool(x, x @ w, tree=users(3), level="user", lengths=lengths)
+
+        assert torch.autograd.gradcheck(function, (x.requires_grad_(), w.requires_grad_()))
+
+
+@every_op
+def test_errors_are_in_the_callers_words(op):
+    tree = users(2)
+    x, scores = torch.zeros(2, 3, 4), torch.zeros(2, 3)
+    lengths, offsets = torch.tensor([1, 3]), torch.tensor([0, 1, 3])
+
+    def call(x, scores, **options):
+        args = (x,) if op == "pool" else (x, scores)
+        return getattr(pooling, op)(*args, tree=tree, level="user", **options)
+
+    with pytest.raises(TreeError, match="lengths must not come with offsets"):
+        call(x, scores, lengths=lengths, offsets=offsets)
+    with pytest.raises(TreeError, match=r"lengths must lie in 0 ... 3, the padded length; got 4"):
+        call(x, scores, lengths=lengths + 1)
+    with pytest.raises(TreeError, match=r"offsets must not decrease"):
+        call(x[0], scores[0], offsets=offsets.flip(0))
+    with pytest.raises(TreeError, match=r"offsets must have shape \[3\]"):
+        call(x[0], scores[0], offsets=offsets[:2])
+    with pytest.raises(TypeError, match="lengths must be integers"):
+        call(x, scores, lengths=lengths.float())
+    with pytest.raises(TypeError, match="x must be float64"):
+        call(x.long(), scores)
+    with pytest.raises(TreeError, match=r"x must have 2 rows \(level 'user'\)"):
+        call(x[:1], scores)
+    with pytest.raises(TreeError, match=r"x must have shape \[rows, S, ...\], without offsets"):
+        call(x[:, 0, 0], scores)
+    if op == "pool":
+        with pytest.raises(ValueError, match="op must be one of mean, sum, max"):
+            call(x, scores, op="min")
+    else:
+        with pytest.raises(TreeError, match=r"scores must have shape \(2, 3\)"):
+            call(x, scores[:, :2])
+        with pytest.raises(TreeError, match=r"x must have shape \[rows, S, D\]"):
+            call(x[..., 0], scores)
+
+
+@every_op
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("spare", [0, 3])
+def test_new_trees_do_not_recompile(op, packed, spare):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    def score(x, extent, tree):
+        options = {"tree": tree, "level": "user", "offsets" if packed else "lengths": extent}
+        return pool(x, **options) if op == "pool" else attention_pool(x, x[..., 0], **options)
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(score, fullgraph=True, backend=counter)
+    rng = np.random.default_rng(0)
+    with natural_memory():
+        for count in range(7):
+            rows = int(rng.integers(3, 9))
+            lengths = rng.integers(0, 6, rows)
+            extent = [0, *np.cumsum(lengths)] if packed else [*lengths]
+            extent = torch.tensor(extent + [99] * spare)
+            tree = users(rows, capacity={"user": rows + spare, "item": rows} if spare else None)
+            shape = (int(lengths.sum()) + 2, 4) if packed else (rows + spare, 6 + count, 4)
+            x = torch.randn(shape, requires_grad=True)
+            out, exact = compiled(x, extent, tree), score(x, extent, tree)
+            assert torch.equal(out, exact)
+            grad = torch.randn_like(exact)
+            (dx,) = torch.autograd.grad(out, x, grad)
+            assert torch.equal(dx, torch.autograd.grad(exact, x, grad)[0])
+            if count == 2:
+                settled = counter.frame_count
+    assert counter.frame_count == settled

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikbo_tree import BroadcastTree, TreeError, UnsupportedError
-from ikbo_tree.ops import cross_layers, dots
+from ikbo_tree.ops import cross_layers, dots, interactions
 from ikbo_tree.ops.cross_layers import LowRankCross, MatrixCross, MixtureCross, VectorCross, cross
 from ikbo_tree.ops.interactions import dot_interaction, factorization_machine
 from ikbo_tree.testing.cases import Call, Input, Rows, flag, pick, reachable, some_of
@@ -192,7 +192,8 @@ class TestDots:
     @given(tree=trees(max_rows=100), seed=st.integers(0, 2**16))
     def test_as_on_a_device_that_no_one_waits_for(self, tree, seed):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dots, "on_host", lambda x: False)
+            for module in (dots, interactions):
+                patch.setattr(module, "on_host", lambda x: False)
             hold("dot_interaction", tree, seed)
 
     def test_dlrm_and_torchrec_order(self):
@@ -336,7 +337,9 @@ def test_new_trees_do_not_recompile(op, spare):
         if op == "cross":
             parts = {name: f.flatten(1) for name, f in fields.items()}
             return cross(parts, [VectorCross(weights[1]), MatrixCross(*weights)], tree=tree)
-        return globals()[op](fields, tree=tree)
+        return (dot_interaction if op == "dot_interaction" else factorization_machine)(
+            fields, tree=tree
+        )
 
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")

@@ -73,10 +73,10 @@ def checked_memory(name: str, memory: Memory, q: Tensor, tree: BroadcastTree) ->
     if packed:
         if memory.offsets is None or memory.lengths is not None:
             raise TreeError(f"{at}k", "must come with offsets (not lengths) if packed", shape_of(k))
-        return replace(memory, offsets=_checked_offsets(f"{at}offsets", memory, tree))
+        return replace(memory, offsets=checked_offsets(f"{at}offsets", memory, tree))
     if memory.offsets is not None:
         raise TreeError(f"{at}k", "must be packed, [total, Hkv, D], with offsets", shape_of(k))
-    return replace(memory, lengths=_checked_lengths(f"{at}lengths", memory, tree))
+    return replace(memory, lengths=checked_lengths(f"{at}lengths", memory, tree))
 
 
 def _check_bias_and_mask(at: str, memory: Memory, heads: int, q: Tensor) -> None:
@@ -98,7 +98,8 @@ def _check_bias_and_mask(at: str, memory: Memory, heads: int, q: Tensor) -> None
         _check_device(f"{at}mask", mask, q)
 
 
-def _checked_lengths(argument: str, memory: Memory, tree: BroadcastTree) -> Tensor | None:
+def checked_lengths(argument: str, memory: Memory, tree: BroadcastTree) -> Tensor | None:
+    """Lengths in a dtype that ops take; their argument's name is for messages."""
     lengths = memory.lengths
     if lengths is None:
         return None
@@ -114,7 +115,8 @@ def _checked_lengths(argument: str, memory: Memory, tree: BroadcastTree) -> Tens
     return _as_index(lengths)
 
 
-def _checked_offsets(argument: str, memory: Memory, tree: BroadcastTree) -> Tensor:
+def checked_offsets(argument: str, memory: Memory, tree: BroadcastTree) -> Tensor:
+    """Likewise the offsets of packed entries."""
     offsets = memory.offsets
     assert offsets is not None
     _check_integers(argument, offsets, tree.capacity(memory.level) + 1, memory, tree)

@@ -11,7 +11,7 @@ from ikbo_tree.kernels.common.routes import Route
 from ikbo_tree.kernels.reduce.op import reduce as _reduce
 from ikbo_tree.kernels.target_attention.op import target_attention as _target_attention
 from ikbo_tree.ops.elementwise import check_float
-from ikbo_tree.ops.memories import Memory, _checked_lengths, _checked_offsets, shape_of
+from ikbo_tree.ops.memories import Memory, checked_lengths, checked_offsets, shape_of
 from ikbo_tree.tree import BroadcastTree
 
 OPS = ("mean", "sum", "max")
@@ -65,12 +65,12 @@ def pool(
     packed = _check_history(x, tree, level, lengths, offsets)
     live = tree.live(level)
     if packed:
-        bounds = _checked_offsets("offsets", Memory(level, x, x, offsets=offsets), tree)
+        bounds = checked_offsets("offsets", Memory(level, x, x, offsets=offsets), tree)
         # What lies before the first offset is one more segment, of which nothing is kept.
         route = _packed_route(bounds, x.shape[0], live)
     else:
         rows, size = x.shape[:2]
-        extent = _checked_lengths("lengths", Memory(level, x, x, lengths=lengths), tree)
+        extent = checked_lengths("lengths", Memory(level, x, x, lengths=lengths), tree)
         if extent is None:
             extent = torch.full((rows,), size, dtype=torch.int32, device=x.device)
         # Each row has two segments, what it owns and what it does not.
@@ -145,7 +145,7 @@ def attention_pool(
     q = x.new_zeros(()).expand(tree.capacity(level), 1, x.shape[-2], 1)
     k = x.new_zeros(()).expand(*x.shape[:-1], 1)
     memory = Memory(level, k, x, lengths, offsets)
-    check = _checked_offsets if packed else _checked_lengths
+    check = checked_offsets if packed else checked_lengths
     extent = check("offsets" if packed else "lengths", memory, tree)
     own = ([None],) * 4  # neither mask nor maps: rows attend to what they own themselves
     arguments = (q, [k], [x], [scores], [0], [extent], *own, tree.live(level), 1.0, impl)

@@ -3,32 +3,18 @@
 import numpy as np
 import pytest
 import torch
+from flat_twins import compiled_once, flat, hold, padded, some_users, users
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikbo_tree import BroadcastTree, TreeError, UnsupportedError
 from ikbo_tree.ops.elementwise import ACTIVATIONS, add, film, gate, mul
 from ikbo_tree.testing.cases import Call, Input, Rows, flag, pick, reachable, some_of
-from ikbo_tree.testing.checks import CHECKS, Bench
-from ikbo_tree.testing.poison import natural_memory
 from ikbo_tree.testing.strategies import trees
 
 OPS = ("add", "mul", "gate", "film")
 every_op = pytest.mark.parametrize("op", OPS)
 every_impl = pytest.mark.parametrize("impl", ["torch", "reference"])
-
-
-def users(counts, **options):
-    return BroadcastTree.from_counts({"item": counts}, root="user", **options)
-
-
-def flat(tree, level, x, of):
-    """Live rows of `level`: what a flat model has of `x` there."""
-    return x[tree.ancestors(level, of=of)[: tree.rows(level)].long()]
-
-
-def padded(tree, level, x):
-    return torch.cat([x, x.new_zeros(tree.capacity(level) - len(x), *x.shape[1:])])
 
 
 def call_of(op, level, run, meaning, inputs, *, entangled=False):
@@ -106,20 +92,15 @@ def draw(op, tree, rng):
     return call_of(op, level, run, meaning, inputs)
 
 
-def hold(op, tree, seed, dtype=torch.float32, impl="torch"):
-    bench = Bench(
-        draw(op, tree, np.random.default_rng(seed)), tree, impl, dtype, seed, torch.device("cpu")
-    )
-    for name, check in CHECKS.items():
-        if name != "reference":  # here that is flat torch itself
-            check(bench)
+def check(op, tree, seed, dtype=torch.float32, impl="torch"):
+    hold(draw(op, tree, np.random.default_rng(seed)), tree, seed, dtype, impl)
 
 
 @every_op
 @settings(max_examples=20)
 @given(tree=trees(max_rows=200), seed=st.integers(0, 2**16))
 def test_contracts(op, tree, seed):
-    hold(op, tree, seed)
+    check(op, tree, seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
@@ -127,7 +108,7 @@ def test_contracts(op, tree, seed):
 @settings(max_examples=5)
 @given(tree=trees(max_rows=100), seed=st.integers(0, 2**16))
 def test_contracts_in_other_dtypes(op, dtype, tree, seed):
-    hold(op, tree, seed, dtype)
+    check(op, tree, seed, dtype)
 
 
 @every_impl
@@ -247,28 +228,16 @@ def test_no_fallback_from_an_explicit_choice():
 
 @pytest.mark.parametrize("spare", [0, 3])
 def test_new_trees_do_not_recompile(spare):
-    from torch._dynamo.testing import CompileCounterWithBackend
-
     def score(x, y, tree):
         a = mul({"user": y, "item": x}, tree=tree)
         b = gate(add({"user": y, "item": a}, tree=tree), y, tree=tree, level="item", of="user")
         return film(b, y, y, tree=tree, level="item", of="user")
 
-    torch.compiler.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(score, fullgraph=True, backend=counter)
-    rng = np.random.default_rng(0)
-    with natural_memory():
-        for count in range(8):
-            counts = rng.integers(1, 6, int(rng.integers(2, 9)))
-            capacity = {"user": len(counts) + spare, "item": int(counts.sum()) + spare}
-            tree = users(counts, capacity=capacity if spare else None)
-            x = torch.randn(tree.capacity("item"), 3, requires_grad=True)
-            y = torch.randn(tree.capacity("user"), 3, requires_grad=True)
-            out, exact = compiled(x, y, tree), score(x, y, tree)
-            torch.testing.assert_close(out, exact)
-            grads = torch.autograd.grad(out.sum(), [x, y])
-            torch.testing.assert_close(grads, torch.autograd.grad(exact.sum(), [x, y]))
-            if count == 2:
-                settled = counter.frame_count
-    assert counter.frame_count == settled
+    for compiled, rng in compiled_once(score, tries=8):
+        tree = some_users(rng, spare, counts=(1, 6))
+        x = torch.randn(tree.capacity("item"), 3, requires_grad=True)
+        y = torch.randn(tree.capacity("user"), 3, requires_grad=True)
+        out, exact = compiled(x, y, tree), score(x, y, tree)
+        torch.testing.assert_close(out, exact)
+        grads = torch.autograd.grad(out.sum(), [x, y])
+        torch.testing.assert_close(grads, torch.autograd.grad(exact.sum(), [x, y]))

@@ -3,23 +3,18 @@
 import numpy as np
 import pytest
 import torch
+from flat_twins import compiled_once, hold, some_users, users
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ikbo_tree import BroadcastTree, TreeError, UnsupportedError
+from ikbo_tree import TreeError, UnsupportedError
 from ikbo_tree.ops.embeddings import embedding
 from ikbo_tree.testing.cases import Call, Input, Rows, flag, pick
-from ikbo_tree.testing.checks import CHECKS, Bench
-from ikbo_tree.testing.poison import natural_memory
 from ikbo_tree.testing.strategies import trees
 
 every_impl = pytest.mark.parametrize("impl", ["torch", "reference"])
 either_way = pytest.mark.parametrize("unique", [True, False])
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-def users(counts, **options):
-    return BroadcastTree.from_counts({"item": counts}, root="user", **options)
 
 
 def draw(tree, rng):
@@ -51,14 +46,9 @@ def draw(tree, rng):
     return Call("embedding", code, inputs, (Rows(level),), run, oracle, multilinear=True)
 
 
-def hold(tree, seed, dtype=torch.float32, impl="torch"):
-    bench = Bench(
-        draw(tree, np.random.default_rng(seed)), tree, impl, dtype, seed, torch.device("cpu")
-    )
-    for name, check in CHECKS.items():
-        # The reference is plain indexing; no input has rows that could spoil others.
-        if name not in ("reference", "isolation"):
-            check(bench)
+def check(tree, seed, dtype=torch.float32):
+    """No input has rows that could spoil others."""
+    hold(draw(tree, np.random.default_rng(seed)), tree, seed, dtype, without=("isolation",))
 
 
 @every_impl
@@ -66,7 +56,7 @@ def hold(tree, seed, dtype=torch.float32, impl="torch"):
 @given(tree=trees(max_rows=200), seed=st.integers(0, 2**16))
 def test_contracts(impl, tree, seed):
     if impl == "torch":
-        hold(tree, seed)
+        check(tree, seed)
     else:
         call = draw(tree, np.random.default_rng(seed))
         x = call.tensors(tree, torch.float32, seed)
@@ -77,7 +67,7 @@ def test_contracts(impl, tree, seed):
 @settings(max_examples=8)
 @given(tree=trees(max_rows=100), seed=st.integers(0, 2**16))
 def test_contracts_in_other_dtypes(dtype, tree, seed):
-    hold(tree, seed, dtype)
+    check(tree, seed, dtype)
 
 
 def test_each_distinct_id_is_looked_up_once():
@@ -158,28 +148,16 @@ def test_errors_are_in_the_callers_words():
 
 @pytest.mark.parametrize("spare", [0, 3])
 def test_new_trees_do_not_recompile(spare):
-    from torch._dynamo.testing import CompileCounterWithBackend
-
     def look_up(ids, weight, tree):
         return embedding(ids, weight, tree=tree, level="item")
 
-    torch.compiler.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(look_up, fullgraph=True, backend=counter)
-    rng = np.random.default_rng(0)
     weight = torch.randn(9, 2, requires_grad=True)
-    with natural_memory():
-        for count in range(7):
-            counts = rng.integers(2, 9, int(rng.integers(3, 9)))
-            capacity = {"user": len(counts) + spare, "item": int(counts.sum()) + spare}
-            tree = users(counts, capacity=capacity if spare else None)
-            ids = torch.from_numpy(rng.integers(0, 9, (tree.capacity("item"), 2)))
-            ids[tree.rows("item") :] = 99
-            grad = torch.randn(*ids.shape, 2)
-            out, exact = compiled(ids, weight, tree), look_up(ids, weight, tree)
-            assert torch.equal(out, exact)
-            (found,) = torch.autograd.grad(out, weight, grad)
-            assert torch.equal(found, torch.autograd.grad(exact, weight, grad)[0])
-            if count == 2:
-                settled = counter.frame_count
-    assert counter.frame_count == settled
+    for compiled, rng in compiled_once(look_up):
+        tree = some_users(rng, spare, counts=(2, 9), rows=(3, 9))
+        ids = torch.from_numpy(rng.integers(0, 9, (tree.capacity("item"), 2)))
+        ids[tree.rows("item") :] = 99
+        grad = torch.randn(*ids.shape, 2)
+        out, exact = compiled(ids, weight, tree), look_up(ids, weight, tree)
+        assert torch.equal(out, exact)
+        (found,) = torch.autograd.grad(out, weight, grad)
+        assert torch.equal(found, torch.autograd.grad(exact, weight, grad)[0])

@@ -3,36 +3,21 @@
 import numpy as np
 import pytest
 import torch
+from flat_twins import compiled_once, hold, padded, side_by_side, some_users, users
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ikbo_tree import BroadcastTree, TreeError, UnsupportedError
+from ikbo_tree import TreeError, UnsupportedError
 from ikbo_tree.ops import cross_layers, dots, interactions
 from ikbo_tree.ops.cross_layers import LowRankCross, MatrixCross, MixtureCross, VectorCross, cross
 from ikbo_tree.ops.interactions import dot_interaction, factorization_machine
 from ikbo_tree.testing.cases import Call, Input, Rows, flag, pick, reachable, some_of
-from ikbo_tree.testing.checks import CHECKS, Bench
-from ikbo_tree.testing.poison import natural_memory
 from ikbo_tree.testing.strategies import trees
 
 OPS = ("dot_interaction", "factorization_machine", "cross")
 FORMS = ("vector", "matrix", "low rank", "mixture", "gated mixture")
 every_op = pytest.mark.parametrize("op", OPS)
 every_impl = pytest.mark.parametrize("impl", ["torch", "reference"])
-
-
-def users(counts, **options):
-    return BroadcastTree.from_counts({"item": counts}, root="user", **options)
-
-
-def flat(tree, level, x, names):
-    """Live rows of `level`: what a flat model has there, side by side."""
-    rows = tree.rows(level)
-    return torch.cat([x[n][tree.ancestors(level, of=n)[:rows].long()] for n in names], dim=1)
-
-
-def padded(tree, level, x):
-    return torch.cat([x, x.new_zeros(tree.capacity(level) - len(x), *x.shape[1:])])
 
 
 def flat_dots(x, order, itself):
@@ -118,7 +103,7 @@ def draw(op, tree, rng):
 
         def meaning(tree, x):
             parts, layers = split(x)
-            return flat_cross(flat(tree, level, parts, names), layers)
+            return flat_cross(side_by_side(tree, level, parts, names), layers)
 
         def run(tree, x, impl):
             parts, layers = split(x)
@@ -136,7 +121,7 @@ def draw(op, tree, rng):
             ours, theirs = factorization_machine, flat_machine
 
         def meaning(tree, x):
-            return theirs(flat(tree, level, x, names))
+            return theirs(side_by_side(tree, level, x, names))
 
         def run(tree, x, impl):
             return ours(x, tree=tree, impl=impl, **options)
@@ -153,20 +138,15 @@ def draw(op, tree, rng):
     return Call(op, f"{op} {options}", inputs, (Rows(level),), by_either, oracle, multilinear=terms)
 
 
-def hold(op, tree, seed, dtype=torch.float32, impl="torch"):
-    bench = Bench(
-        draw(op, tree, np.random.default_rng(seed)), tree, impl, dtype, seed, torch.device("cpu")
-    )
-    for name, check in CHECKS.items():
-        if name != "reference":  # here that is flat torch itself
-            check(bench)
+def check(op, tree, seed, dtype=torch.float32, impl="torch"):
+    hold(draw(op, tree, np.random.default_rng(seed)), tree, seed, dtype, impl)
 
 
 @every_op
 @settings(max_examples=20)
 @given(tree=trees(max_rows=200), seed=st.integers(0, 2**16))
 def test_contracts(op, tree, seed):
-    hold(op, tree, seed)
+    check(op, tree, seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
@@ -174,7 +154,7 @@ def test_contracts(op, tree, seed):
 @settings(max_examples=5)
 @given(tree=trees(max_rows=100), seed=st.integers(0, 2**16))
 def test_contracts_in_other_dtypes(op, dtype, tree, seed):
-    hold(op, tree, seed, dtype)
+    check(op, tree, seed, dtype)
 
 
 class TestDots:
@@ -186,7 +166,7 @@ class TestDots:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dots, "CHUNK", rows * 30)
             patch.setattr(dots, "WALKED", walked)
-            hold("dot_interaction", tree, seed)
+            check("dot_interaction", tree, seed)
 
     @settings(max_examples=20)
     @given(tree=trees(max_rows=100), seed=st.integers(0, 2**16))
@@ -194,7 +174,7 @@ class TestDots:
         with pytest.MonkeyPatch.context() as patch:
             for module in (dots, interactions):
                 patch.setattr(module, "on_host", lambda x: False)
-            hold("dot_interaction", tree, seed)
+            check("dot_interaction", tree, seed)
 
     def test_dlrm_and_torchrec_order(self):
         """Two user and two item fields of one-hot sums, so that every product names its pair."""
@@ -270,7 +250,7 @@ class TestCross:
             patch.setattr(cross_layers, "linear", watched)
             out = cross(x, [VectorCross(**w) for w in weights], tree=tree, impl=impl)
         assert calls == [[(3, 4), (3, 2)]]
-        exact = flat_cross(flat(tree, "item", x, list(x)), [("vector", w) for w in weights])
+        exact = flat_cross(side_by_side(tree, "item", x, list(x)), [("vector", w) for w in weights])
         torch.testing.assert_close(out, exact)
 
     def test_no_layers_are_the_concatenation(self):
@@ -328,8 +308,6 @@ def test_errors_are_in_the_callers_words():
 @every_op
 @pytest.mark.parametrize("spare", [0, 3])
 def test_new_trees_do_not_recompile(op, spare):
-    from torch._dynamo.testing import CompileCounterWithBackend
-
     weights = torch.randn(12, 12) * 0.3, torch.randn(12) * 0.3
 
     def score(x, y, tree):
@@ -341,22 +319,12 @@ def test_new_trees_do_not_recompile(op, spare):
             fields, tree=tree
         )
 
-    torch.compiler.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(score, fullgraph=True, backend=counter)
-    rng = np.random.default_rng(0)
-    with natural_memory():
-        for count in range(7):
-            counts = rng.integers(1, 40, int(rng.integers(2, 9)))
-            capacity = {"user": len(counts) + spare, "item": int(counts.sum()) + spare}
-            tree = users(counts, capacity=capacity if spare else None)
-            x = torch.randn(tree.capacity("item"), 2, 3, requires_grad=True)
-            y = torch.randn(tree.capacity("user"), 2, 3, requires_grad=True)
-            out, exact = compiled(x, y, tree), score(x, y, tree)
-            torch.testing.assert_close(out, exact)
-            grads = torch.autograd.grad(out.sum(), [x, y])
-            exact = torch.autograd.grad(exact.sum(), [x, y])
-            torch.testing.assert_close(grads, exact, rtol=1e-5, atol=1e-5)
-            if count == 2:
-                settled = counter.frame_count
-    assert counter.frame_count == settled
+    for compiled, rng in compiled_once(score):
+        tree = some_users(rng, spare)
+        x = torch.randn(tree.capacity("item"), 2, 3, requires_grad=True)
+        y = torch.randn(tree.capacity("user"), 2, 3, requires_grad=True)
+        out, exact = compiled(x, y, tree), score(x, y, tree)
+        torch.testing.assert_close(out, exact)
+        grads = torch.autograd.grad(out.sum(), [x, y])
+        exact = torch.autograd.grad(exact.sum(), [x, y])
+        torch.testing.assert_close(grads, exact, rtol=1e-5, atol=1e-5)

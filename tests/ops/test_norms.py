@@ -5,6 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 import torch
+from flat_twins import compiled_once, hold, padded, side_by_side, some_users, users
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,23 +13,11 @@ from ikbo_tree import BroadcastTree, TreeError, UnsupportedError
 from ikbo_tree.ops import norms
 from ikbo_tree.ops.norms import layer_norm, rms_norm
 from ikbo_tree.testing.cases import Call, Input, Rows, flag, pick, reachable, some_of
-from ikbo_tree.testing.checks import CHECKS, Bench
-from ikbo_tree.testing.poison import natural_memory
 from ikbo_tree.testing.strategies import trees
 
 OPS = ("layer_norm", "rms_norm")
 every_op = pytest.mark.parametrize("op", OPS)
 every_impl = pytest.mark.parametrize("impl", ["torch", "reference"])
-
-
-def users(counts, **options):
-    return BroadcastTree.from_counts({"item": counts}, root="user", **options)
-
-
-def flat(tree, level, x, names):
-    """Live rows of `level`: what a flat model has there, side by side."""
-    rows = tree.rows(level)
-    return torch.cat([x[n][tree.ancestors(level, of=n)[:rows].long()] for n in names], dim=1)
 
 
 def flat_norm(op, x, weight, bias, eps):
@@ -65,10 +54,6 @@ class Terms(torch.autograd.Function):
         )  # fmt: skip
 
 
-def padded(tree, level, x):
-    return torch.cat([x, x.new_zeros(tree.capacity(level) - len(x), *x.shape[1:])])
-
-
 def draw(op, tree, rng):
     """A call whose reference is flat torch, differentiated by autograd."""
     level = pick(rng, tree.levels)
@@ -94,7 +79,7 @@ def draw(op, tree, rng):
         parts = {name: x[name] for name in names}
         given = {name: x[name] for name in ("weight", "bias") if name in x}
         if impl == "reference":
-            whole = flat(tree, level, parts, names)
+            whole = side_by_side(tree, level, parts, names)
             norm = Terms.apply if in_terms else flat_norm
             out = norm(op, whole, x.get("weight"), x.get("bias"), options["eps"])
             return (padded(tree, level, out),)
@@ -108,20 +93,15 @@ def draw(op, tree, rng):
     return Call(op, f"{op} {options}", inputs, (Rows(level),), run, oracle, terms=terms)
 
 
-def hold(op, tree, seed, dtype=torch.float32, impl="torch"):
-    bench = Bench(
-        draw(op, tree, np.random.default_rng(seed)), tree, impl, dtype, seed, torch.device("cpu")
-    )
-    for name, check in CHECKS.items():
-        if name != "reference":  # here that is flat torch itself
-            check(bench)
+def check(op, tree, seed, dtype=torch.float32, impl="torch"):
+    hold(draw(op, tree, np.random.default_rng(seed)), tree, seed, dtype, impl)
 
 
 @every_op
 @settings(max_examples=25)
 @given(tree=trees(max_rows=200), seed=st.integers(0, 2**16))
 def test_contracts(op, tree, seed):
-    hold(op, tree, seed)
+    check(op, tree, seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
@@ -129,7 +109,7 @@ def test_contracts(op, tree, seed):
 @settings(max_examples=5)
 @given(tree=trees(max_rows=100), seed=st.integers(0, 2**16))
 def test_contracts_in_other_dtypes(op, dtype, tree, seed):
-    hold(op, tree, seed, dtype)
+    check(op, tree, seed, dtype)
 
 
 @every_op
@@ -138,7 +118,7 @@ def test_contracts_in_other_dtypes(op, dtype, tree, seed):
 def test_rows_cut_anywhere(op, tree, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(norms, "CHUNK", 40)
-        hold(op, tree, seed)
+        check(op, tree, seed)
 
 
 @every_op
@@ -147,7 +127,7 @@ def test_rows_cut_anywhere(op, tree, seed):
 def test_as_on_a_device_that_no_one_waits_for(op, tree, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(norms, "on_host", lambda x: False)
-        hold(op, tree, seed)
+        check(op, tree, seed)
 
 
 @pytest.mark.parametrize("offset", [1000.0, 4000.0])
@@ -161,7 +141,7 @@ def test_a_mean_far_larger_than_the_deviation(offset):
         n: offset + torch.randint(-128, 128, (tree.rows(n), k), generator=generator) / 64
         for n, k in widths.items()
     }
-    whole = flat(tree, "item", x, list(widths))
+    whole = side_by_side(tree, "item", x, list(widths))
     exact = flat_norm("layer_norm", whole.double(), None, None, 1e-5)
     theirs = flat_norm("layer_norm", whole, None, None, 1e-5)
     ours = layer_norm(x, tree=tree, eps=1e-5)
@@ -266,30 +246,18 @@ def test_errors_are_in_the_callers_words():
 @every_op
 @pytest.mark.parametrize("spare", [0, 3])
 def test_new_trees_do_not_recompile(op, spare):
-    from torch._dynamo.testing import CompileCounterWithBackend
-
     weight = torch.randn(5)
 
     def score(x, y, tree):
         return getattr(norms, op)({"user": y, "item": x}, weight, tree=tree)
 
-    torch.compiler.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(score, fullgraph=True, backend=counter)
-    rng = np.random.default_rng(0)
-    with natural_memory():
-        for count in range(7):
-            counts = rng.integers(1, 40, int(rng.integers(2, 9)))
-            capacity = {"user": len(counts) + spare, "item": int(counts.sum()) + spare}
-            tree = users(counts, capacity=capacity if spare else None)
-            x = torch.randn(tree.capacity("item"), 2, requires_grad=True)
-            y = torch.randn(tree.capacity("user"), 3, requires_grad=True)
-            grad = torch.randn(tree.capacity("item"), 5)
-            out, exact = compiled(x, y, tree), score(x, y, tree)
-            torch.testing.assert_close(out, exact)
-            grads = torch.autograd.grad(out, [x, y], grad)
-            exact = torch.autograd.grad(exact, [x, y], grad)
-            torch.testing.assert_close(grads, exact, rtol=1e-5, atol=1e-5)
-            if count == 2:
-                settled = counter.frame_count
-    assert counter.frame_count == settled
+    for compiled, rng in compiled_once(score):
+        tree = some_users(rng, spare)
+        x = torch.randn(tree.capacity("item"), 2, requires_grad=True)
+        y = torch.randn(tree.capacity("user"), 3, requires_grad=True)
+        grad = torch.randn(tree.capacity("item"), 5)
+        out, exact = compiled(x, y, tree), score(x, y, tree)
+        torch.testing.assert_close(out, exact)
+        grads = torch.autograd.grad(out, [x, y], grad)
+        exact = torch.autograd.grad(exact, [x, y], grad)
+        torch.testing.assert_close(grads, exact, rtol=1e-5, atol=1e-5)

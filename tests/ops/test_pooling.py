@@ -5,6 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 import torch
+from flat_twins import compiled_once, hold
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,8 +14,6 @@ from ikbo_tree.ops import pooling
 from ikbo_tree.ops.pooling import attention_pool, pool
 from ikbo_tree.testing.cases import Call, Input, Rows, pick
 from ikbo_tree.testing.cases_attention import Owned
-from ikbo_tree.testing.checks import CHECKS, Bench
-from ikbo_tree.testing.poison import natural_memory
 from ikbo_tree.testing.strategies import trees
 
 OPS = ("pool", "attention_pool")
@@ -111,20 +110,15 @@ def draw(op, tree, rng):
     )  # fmt: skip
 
 
-def hold(op, tree, seed, dtype=torch.float32, impl="torch"):
-    bench = Bench(
-        draw(op, tree, np.random.default_rng(seed)), tree, impl, dtype, seed, torch.device("cpu")
-    )
-    for name, check in CHECKS.items():
-        if name != "reference":  # here that is plain torch itself
-            check(bench)
+def check(op, tree, seed, dtype=torch.float32, impl="torch"):
+    hold(draw(op, tree, np.random.default_rng(seed)), tree, seed, dtype, impl)
 
 
 @every_op
 @settings(max_examples=25)
 @given(tree=trees(max_rows=100), seed=st.integers(0, 2**16))
 def test_contracts(op, tree, seed):
-    hold(op, tree, seed)
+    check(op, tree, seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
@@ -132,7 +126,7 @@ def test_contracts(op, tree, seed):
 @settings(max_examples=8)
 @given(tree=trees(max_rows=60), seed=st.integers(0, 2**16))
 def test_contracts_in_other_dtypes(op, dtype, tree, seed):
-    hold(op, tree, seed, dtype)
+    check(op, tree, seed, dtype)
 
 
 class TestPool:
@@ -259,30 +253,20 @@ def test_errors_are_in_the_callers_words(op):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("spare", [0, 3])
 def test_new_trees_do_not_recompile(op, packed, spare):
-    from torch._dynamo.testing import CompileCounterWithBackend
-
     def score(x, extent, tree):
         options = {"tree": tree, "level": "user", "offsets" if packed else "lengths": extent}
         return pool(x, **options) if op == "pool" else attention_pool(x, x[..., 0], **options)
 
-    torch.compiler.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(score, fullgraph=True, backend=counter)
-    rng = np.random.default_rng(0)
-    with natural_memory():
-        for count in range(7):
-            rows = int(rng.integers(3, 9))
-            lengths = rng.integers(0, 6, rows)
-            extent = [0, *np.cumsum(lengths)] if packed else [*lengths]
-            extent = torch.tensor(extent + [99] * spare)
-            tree = users(rows, capacity={"user": rows + spare, "item": rows} if spare else None)
-            shape = (int(lengths.sum()) + 2, 4) if packed else (rows + spare, 6 + count, 4)
-            x = torch.randn(shape, requires_grad=True)
-            out, exact = compiled(x, extent, tree), score(x, extent, tree)
-            assert torch.equal(out, exact)
-            grad = torch.randn_like(exact)
-            (dx,) = torch.autograd.grad(out, x, grad)
-            assert torch.equal(dx, torch.autograd.grad(exact, x, grad)[0])
-            if count == 2:
-                settled = counter.frame_count
-    assert counter.frame_count == settled
+    for count, (compiled, rng) in enumerate(compiled_once(score)):
+        rows = int(rng.integers(3, 9))
+        lengths = rng.integers(0, 6, rows)
+        extent = [0, *np.cumsum(lengths)] if packed else [*lengths]
+        extent = torch.tensor(extent + [99] * spare)
+        tree = users(rows, capacity={"user": rows + spare, "item": rows} if spare else None)
+        shape = (int(lengths.sum()) + 2, 4) if packed else (rows + spare, 6 + count, 4)
+        x = torch.randn(shape, requires_grad=True)
+        out, exact = compiled(x, extent, tree), score(x, extent, tree)
+        assert torch.equal(out, exact)
+        grad = torch.randn_like(exact)
+        (dx,) = torch.autograd.grad(out, x, grad)
+        assert torch.equal(dx, torch.autograd.grad(exact, x, grad)[0])

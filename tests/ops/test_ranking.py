@@ -5,6 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 import torch
+from flat_twins import compiled_once, hold, some_users, users
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,8 +13,6 @@ from ikbo_tree import BroadcastTree, TreeError, UnsupportedError, implementation
 from ikbo_tree.ops import ranking
 from ikbo_tree.ops.ranking import listwise_softmax_loss, pairwise_logistic_loss, segment_topk
 from ikbo_tree.testing.cases import Call, Input, Rows, pick, reachable
-from ikbo_tree.testing.checks import CHECKS, Bench
-from ikbo_tree.testing.poison import natural_memory
 from ikbo_tree.testing.strategies import trees
 
 OPS = ("segment_topk", "listwise_softmax_loss", "pairwise_logistic_loss")
@@ -21,10 +20,6 @@ LOSSES = OPS[1:]
 every_op = pytest.mark.parametrize("op", OPS)
 every_loss = pytest.mark.parametrize("op", LOSSES)
 every_impl = pytest.mark.parametrize("impl", ["torch", "reference"])
-
-
-def users(counts, **options):
-    return BroadcastTree.from_counts({"item": counts}, root="user", **options)
 
 
 def members(tree, level, of):
@@ -167,20 +162,15 @@ def draw(op, tree, rng):
     )  # fmt: skip
 
 
-def hold(op, tree, seed, dtype=torch.float32, impl="torch"):
-    bench = Bench(
-        draw(op, tree, np.random.default_rng(seed)), tree, impl, dtype, seed, torch.device("cpu")
-    )
-    for name, check in CHECKS.items():
-        if name != "reference":  # here that is plain torch itself
-            check(bench)
+def check(op, tree, seed, dtype=torch.float32, impl="torch"):
+    hold(draw(op, tree, np.random.default_rng(seed)), tree, seed, dtype, impl)
 
 
 @every_op
 @settings(max_examples=25)
 @given(tree=trees(max_rows=80), seed=st.integers(0, 2**16))
 def test_contracts(op, tree, seed):
-    hold(op, tree, seed)
+    check(op, tree, seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
@@ -188,7 +178,7 @@ def test_contracts(op, tree, seed):
 @settings(max_examples=8)
 @given(tree=trees(max_rows=60), seed=st.integers(0, 2**16))
 def test_contracts_in_other_dtypes(op, dtype, tree, seed):
-    hold(op, tree, seed, dtype)
+    check(op, tree, seed, dtype)
 
 
 class TestTopk:
@@ -231,7 +221,7 @@ class TestPairs:
     def test_cut_anywhere(self, pairs, tree, seed):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ranking, "PAIRS", pairs)
-            hold("pairwise_logistic_loss", tree, seed)
+            check("pairwise_logistic_loss", tree, seed)
 
     def test_one_long_segment_beside_short_ones(self):
         tree = users([1] * 50 + [3000] + [2] * 50)
@@ -357,29 +347,17 @@ def test_no_fallback_from_an_explicit_choice(op):
 @every_op
 @pytest.mark.parametrize("spare", [0, 3])
 def test_new_trees_do_not_recompile(op, spare):
-    from torch._dynamo.testing import CompileCounterWithBackend
-
     def score(scores, labels, tree):
         where = {"tree": tree, "level": "item", "of": "user"}
         if op == "segment_topk":
             return segment_topk(scores, 2, **where)[0]
         return getattr(ranking, op)(scores, labels, **where)
 
-    torch.compiler.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(score, fullgraph=True, backend=counter)
-    rng = np.random.default_rng(0)
-    with natural_memory():
-        for count in range(7):
-            counts = rng.integers(2, 9, int(rng.integers(3, 9)))
-            capacity = {"user": len(counts) + spare, "item": int(counts.sum()) + spare}
-            tree = users(counts, capacity=capacity if spare else None)
-            scores = torch.randn(tree.capacity("item"), requires_grad=True)
-            labels = torch.arange(tree.capacity("item")) % 3
-            out, exact = compiled(scores, labels, tree), score(scores, labels, tree)
-            torch.testing.assert_close(out, exact)
-            (found,) = torch.autograd.grad(out.sum(), scores)
-            torch.testing.assert_close(found, torch.autograd.grad(exact.sum(), scores)[0])
-            if count == 2:
-                settled = counter.frame_count
-    assert counter.frame_count == settled
+    for compiled, rng in compiled_once(score):
+        tree = some_users(rng, spare, counts=(2, 9), rows=(3, 9))
+        scores = torch.randn(tree.capacity("item"), requires_grad=True)
+        labels = torch.arange(tree.capacity("item")) % 3
+        out, exact = compiled(scores, labels, tree), score(scores, labels, tree)
+        torch.testing.assert_close(out, exact)
+        (found,) = torch.autograd.grad(out.sum(), scores)
+        torch.testing.assert_close(found, torch.autograd.grad(exact.sum(), scores)[0])

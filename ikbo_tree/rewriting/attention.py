@@ -70,7 +70,7 @@ def _without_heads(engine: Engine, call: Call) -> Value | None:
         return None
     args = {name: one_head(call.args[name]) for name in (*names, "attn_mask")}
     out = engine.build.call(aten.unsqueeze.default, engine.dense(args["query"]), 1).meta["val"]
-    found = target_attention(engine, replace(call, args=call.replaced(**args), out=out))
+    found = target_attention(engine, replace(call, args={**call.args, **args}, out=out))
     if found is None:
         return None
     done = engine.done

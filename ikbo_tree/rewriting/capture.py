@@ -100,7 +100,7 @@ def capture(model: nn.Module, given: Declared) -> Captured:
 
 @contextmanager
 def _capturing() -> Iterator[None]:
-    """With attention as ops, not as one fused layer, and without numba's or mha's shortcuts."""
+    """With attention as ops, not as one fused layer."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

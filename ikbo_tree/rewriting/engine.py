@@ -56,10 +56,6 @@ class Call:
         """Its tensor arguments."""
         return [x for x in flatten(self.args.values()) if isinstance(x, VALUES)]
 
-    def replaced(self, **args: Any) -> dict[str, Any]:
-        """The arguments with some others."""
-        return {**self.args, **args}
-
 
 VALUES = (Dense, Lazy, Index, Cat)
 
@@ -99,7 +95,7 @@ def swapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def swapped_operands(value: Any, change: Callable[[Operand], Operand]) -> Any:
-    """A nested list with its integer operands changed."""
+    """A nested list with its operands changed."""
     if isinstance(value, (list, tuple)):
         return [swapped_operands(x, change) for x in value]
     return change(value) if isinstance(value, Operand) else value
@@ -262,19 +258,14 @@ class Engine:
         rows = rule(row_call)
         if rows is None or not isinstance(rows.dim, int) or rows.merged.outer != 1:
             return None
+        target, args = call.target, call.args
+        if rows.target:
+            target = rows.target
+            args = {n: first if isinstance(x, Operand) else x for n, x in rows.args.items()}
         parts = []
         for i, width in enumerate(first.widths):
-            args = dict(call.args)
-            if rows.target:
-                original = next(x for x in call.values() if x is first)
-                args = {
-                    name: original if isinstance(x, Operand) else x for name, x in rows.args.items()
-                }
-            args = {
-                name: self._part(x, alike, i, width * rows.merged.inner) for name, x in args.items()
-            }
-            target = rows.target or call.target
-            parts.append(self.apply_bound(target, bind(target, (), args)))
+            own = {n: self._part(x, alike, i, width * rows.merged.inner) for n, x in args.items()}
+            parts.append(self.apply_bound(target, bind(target, (), own)))
         if not any(isinstance(x, (Lazy, Cat)) for x in parts):
             return None
         return Cat(tuple(parts), tuple(w * rows.merged.inner for w in first.widths), rows.dim)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from ikbo_tree.errors import TreeError
@@ -79,8 +80,7 @@ class Rewriting:
         return Dense(copy) if isinstance(node.meta.get("val"), torch.Tensor) else copy
 
     def _call(self, node: fx.Node) -> Any:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._found)
-        args, kwargs = _unwrapped(args), _unwrapped(kwargs)
+        args, kwargs = pytree.tree_map_only(fx.Node, self.env.__getitem__, (node.args, node.kwargs))
         if node.target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -89,9 +89,6 @@ class Rewriting:
         found = self.engine.run(node.target, args, kwargs, node.meta["val"])
         self.report.steps.append(Step.of(node, self.engine.done, path_of_any(found)))
         return found
-
-    def _found(self, node: fx.Node) -> Any:
-        return _Found(self.env[node])
 
     def _result(self, value: Any) -> Any:
         def dense(node: fx.Node) -> Any:
@@ -170,27 +167,6 @@ class Rewriting:
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return product(self.captured, self.graph, self.given)
-
-
-class _Found:
-    """Keeps fx from looking into a Value."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _unwrapped(value: Any) -> Any:
-    if isinstance(value, _Found):
-        return value.value
-    if isinstance(value, (list, tuple)):
-        return (
-            type(value)(_unwrapped(x) for x in value)
-            if isinstance(value, tuple)
-            else [_unwrapped(x) for x in value]
-        )
-    if isinstance(value, dict):
-        return {k: _unwrapped(x) for k, x in value.items()}
-    return value
 
 
 def _through(fine: str, coarse: str, known: Mapping[tuple[str, str], Map]) -> Path:

@@ -175,7 +175,7 @@ def random_inputs(
     found: dict[str, Any] = {}
     for name, x in given.example.items():
         if isinstance(x, BroadcastTree):
-            found[name] = _tree_like(x, rows, maps)
+            found[name] = _tree_like(x, rows)
         elif name in given.maps:
             found[name] = maps[given.maps[name]].to(x.dtype)
         elif name in given.counts:
@@ -230,9 +230,7 @@ def _random_maps(
     return maps
 
 
-def _tree_like(
-    tree: BroadcastTree, rows: Mapping[str, int], maps: dict[tuple[str, str], Tensor]
-) -> BroadcastTree:
+def _tree_like(tree: BroadcastTree, rows: Mapping[str, int]) -> BroadcastTree:
     """A tree of the same levels with so many rows, its maps sorted."""
     structure = tree.structure
     parents = {}

@@ -163,8 +163,8 @@ def linear(engine: Engine, call: Call) -> Value | None:
     if not isinstance(x, Cat) or x.dim != len(shape(engine.dense(x))) - 1:
         return None
 
-    def product(part: Value, columns: Value, last: bool) -> Value:
-        added_bias = bias if last else None
+    def product(part: Value, columns: Value, biased: bool) -> Value:
+        added_bias = bias if biased else None
         return engine.apply(aten.linear.default, part, columns, added_bias)  # type: ignore[no-any-return]
 
     return _split(engine, x, weight, 1, product)
@@ -191,10 +191,10 @@ def matmul(engine: Engine, call: Call) -> Value | None:
     if min(ranks) < 2:
         return None
 
-    def left(part: Value, rows: Value, last: bool) -> Value:
+    def left(part: Value, rows: Value, biased: bool) -> Value:
         return engine.apply(call.target, part, rows)  # type: ignore[no-any-return]
 
-    def right(part: Value, columns: Value, last: bool) -> Value:
+    def right(part: Value, columns: Value, biased: bool) -> Value:
         return engine.apply(call.target, columns, part)  # type: ignore[no-any-return]
 
     if isinstance(a, Cat) and a.dim == ranks[0] - 1:
@@ -205,7 +205,7 @@ def matmul(engine: Engine, call: Call) -> Value | None:
 
 
 def _split(engine: Engine, x: Cat, other: Value, dim: int, product: Any) -> Value | None:
-    """The sum over lineages of `product(part of x, the range of other that meets it, last)`."""
+    """The sum over lineages of `product(part of x, the range of other that meets it, first)`."""
     groups: dict[Any, list[tuple[Value, Value, int]]] = {}
     at = 0
     for part, width in zip(x.parts, x.widths, strict=True):

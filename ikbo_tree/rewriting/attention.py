@@ -63,13 +63,13 @@ def _without_heads(engine: Engine, call: Call) -> Value | None:
         return None if x is None else engine.apply(aten.unsqueeze.default, x, -3)
 
     mask = call.args["attn_mask"]
-    if mask is not None and len(shape(engine.dense(mask))) != 3:
+    if mask is not None and len(engine.shape(mask)) != 3:
         return None
     names = ("query", "key", "value")
-    if any(len(shape(engine.dense(call.args[name]))) != 3 for name in names):
+    if any(len(engine.shape(call.args[name])) != 3 for name in names):
         return None
     args = {name: one_head(call.args[name]) for name in (*names, "attn_mask")}
-    out = engine.build.call(aten.unsqueeze.default, engine.dense(args["query"]), 1).meta["val"]
+    out = engine.like(args["query"])
     found = target_attention(engine, replace(call, args={**call.args, **args}, out=out))
     if found is None:
         return None
@@ -94,7 +94,7 @@ def _parts(engine: Engine, k: Value, v: Value, mask: Value | None) -> list[tuple
     found, at = [], 0
     for key, own, width in zip(k.parts, v.parts, k.widths, strict=True):
         part = mask
-        if mask is not None and shape(engine.dense(mask))[-1] != 1:
+        if mask is not None and engine.shape(mask)[-1] != 1:
             part = engine.apply(aten.slice.Tensor, mask, -1, at, at + width)
         found.append((key, own, part))
         at += width
@@ -122,7 +122,7 @@ def _part(
 def _mask_row(engine: Engine, mask: Value, path: Path, keys: Any, heads: Any) -> fx.Node | None:
     """The mask on the rows of a path, as memories have it: [rows, keys(, heads)]."""
     plain = engine.plain(mask)
-    sizes = shape(engine.dense(plain))
+    sizes = engine.shape(plain)
     if isinstance(plain, Cat) or len(sizes) != 4 or sizes[2] != 1 or sizes[3] != keys:
         return None
     if isinstance(plain, Lazy):

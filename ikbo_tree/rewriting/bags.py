@@ -45,5 +45,5 @@ def _every(starts: fx.Node, length: int, engine: Engine, ids: Lazy) -> bool:
         return False
     step = starts.args[2] if len(starts.args) > 2 else 1
     bags = shape(starts)[0]
-    rows = shape(engine.dense(ids))[0]
+    rows = engine.shape(ids)[0]
     return bool(step == length) and bool(bags * length == rows)

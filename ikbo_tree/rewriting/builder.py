@@ -37,7 +37,7 @@ class Builder:
         if key is not None and key in self._known:
             return self._known[key]
         node = self.graph.call_function(target, args, kwargs)
-        node.meta["val"] = self._value(target, args, kwargs)
+        node.meta["val"] = self.evaluate(target, *args, **kwargs)
         if self.origin is not None:
             for name in ("stack_trace", "nn_module_stack"):
                 if name in self.origin.meta:
@@ -46,7 +46,8 @@ class Builder:
             self._known[key] = node
         return node
 
-    def _value(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def evaluate(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """What a call would give, as fake tensors; nothing is written."""
         values = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         # Composite ops written in C++ would ask for sizes as numbers without the dispatcher's help.
         with self.fake, enable_python_dispatcher():

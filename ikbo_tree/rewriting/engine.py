@@ -15,6 +15,14 @@ import torch
 from torch import fx
 
 from ikbo_tree.rewriting import rowwise_products, rowwise_views  # noqa: F401  register rules
+from ikbo_tree.rewriting.arguments import (
+    VALUES,
+    arranged,
+    bind,
+    flatten,
+    swapped_args,
+    swapped_operands,
+)
 from ikbo_tree.rewriting.builder import Builder, aten
 from ikbo_tree.rewriting.rowwise import ROWS, RULES, Operand, RowCall, Rows
 from ikbo_tree.rewriting.values import (
@@ -57,8 +65,6 @@ class Call:
         return [x for x in flatten(self.args.values()) if isinstance(x, VALUES)]
 
 
-VALUES = (Dense, Lazy, Index, Cat)
-
 LOOK_UPS = {aten.embedding: "indices", aten.index: "indices", aten.gather: "index"}
 """Ops that raise where an id is out of range, and the argument with the ids."""
 
@@ -77,28 +83,6 @@ def structural(*names: str) -> Callable[[Structural], Structural]:
         return function
 
     return register
-
-
-def flatten(values: Any) -> list[Any]:
-    """The entries of nested lists."""
-    found = []
-    for value in values:
-        found += flatten(value) if isinstance(value, (list, tuple)) else [value]
-    return found
-
-
-def swapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A nested list with its tensors changed."""
-    if isinstance(value, (list, tuple)):
-        return [swapped(x, change) for x in value]
-    return change(value) if isinstance(value, VALUES) else value
-
-
-def swapped_operands(value: Any, change: Callable[[Operand], Operand]) -> Any:
-    """A nested list with its operands changed."""
-    if isinstance(value, (list, tuple)):
-        return [swapped_operands(x, change) for x in value]
-    return change(value) if isinstance(value, Operand) else value
 
 
 class Engine:
@@ -131,9 +115,10 @@ class Engine:
 
     def apply_bound(self, target: Any, bound: dict[str, Any]) -> Any:
         """The same, with arguments by the names of the schema."""
-        nodes = {name: swapped(x, self.dense) for name, x in bound.items()}
-        node = self.emit(target, nodes)
-        return self.rewritten(Call(target, bound, node.meta["val"]))
+        positional, named = arranged(target, swapped_args(bound, self.like))
+        return self.rewritten(
+            Call(target, bound, self.build.evaluate(target, *positional, **named))
+        )
 
     def rewritten(self, call: Call) -> Any:
         """What a call gives, by the first rule that knows."""
@@ -279,7 +264,27 @@ class Engine:
 
     def fine_shape(self, call: Call) -> torch.Size:
         """Of the first tensor argument, in the original."""
-        return shape(self.dense(call.values()[0]))
+        return self.shape(call.values()[0])
+
+    def shape(self, value: Value) -> torch.Size:
+        """Of a value, on fine rows."""
+        sizes: torch.Size = self.like(value).shape
+        return sizes
+
+    def like(self, value: Value) -> Any:
+        """A fake tensor as the model has it; nothing is gathered for it."""
+        plain = self.plain(value)
+        if isinstance(plain, Cat):
+            with self.build.fake:
+                return torch.cat([self.like(x) for x in plain.parts], plain.dim)
+        x = plain.node.meta["val"]
+        if isinstance(plain, Dense):
+            return x
+        rows = shape(plain.path[0].index)[0]
+        sizes = list(x.shape)
+        sizes[plain.dim] = rows * (plain.merged.outer * plain.merged.inner)
+        with self.build.fake:
+            return x.new_empty(sizes)
 
     def plain(self, value: Value) -> Dense | Lazy | Cat:
         """A map as the tensor that it is."""
@@ -331,21 +336,8 @@ class Engine:
         return self.build.call(aten.cat.default, [self.dense(x) for x in plain.parts], plain.dim)
 
     def emit(self, target: Any, args: dict[str, Any]) -> fx.Node:
-        """A call by names, written by position as far as its schema has positions."""
-        positional, named = [], {}
-        for argument in target._schema.arguments:
-            value = args[argument.name]
-            if argument.kwarg_only:
-                if not (argument.has_default_value() and value == argument.default_value):
-                    named[argument.name] = value
-            else:
-                positional.append(value)
-        defaults = [a for a in target._schema.arguments if not a.kwarg_only]
-        while positional and defaults[len(positional) - 1].has_default_value():
-            last = positional[-1]
-            if isinstance(last, fx.Node) or last != defaults[len(positional) - 1].default_value:
-                break
-            positional.pop()
+        """A call by names."""
+        positional, named = arranged(target, args)
         return self.build.call(target, *positional, **named)
 
 
@@ -376,21 +368,3 @@ def _aligned(cat: Cat) -> bool:
 def _first(cat: Cat) -> Value:
     part = cat.parts[0]
     return _first(part) if isinstance(part, Cat) else part
-
-
-def bind(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by the names of an op's schema, defaults filled in."""
-    bound = {}
-    for i, argument in enumerate(target._schema.arguments):
-        if i < len(args):
-            bound[argument.name] = args[i]
-        elif argument.name in kwargs:
-            bound[argument.name] = kwargs[argument.name]
-        else:
-            bound[argument.name] = argument.default_value
-    return bound
-
-
-def swapped_args(args: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Arguments with their tensors changed."""
-    return {name: swapped(x, change) for name, x in args.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ikbo_tree.rewriting.engine import Call, Engine, structural
 from ikbo_tree.rewriting.rowwise import front
-from ikbo_tree.rewriting.values import ALONE, Dense, Index, Lazy, Path, Value, shape
+from ikbo_tree.rewriting.values import ALONE, Dense, Index, Lazy, Path, Value
 
 
 def gathered(engine: Engine, value: Value, path: Path, dim: int) -> Value | None:
@@ -50,7 +50,7 @@ def _gathered_map(engine: Engine, x: Value, index: Index, dim: int) -> Value | N
     if isinstance(x, Index):
         # A map read through a map is the composed map.
         return Index(index.path + x.path, x.dtype)
-    return gathered(engine, x, index.path, front(dim, len(shape(engine.dense(x)))))
+    return gathered(engine, x, index.path, front(dim, len(engine.shape(x))))
 
 
 @structural("to", "_to_copy", "clone", "contiguous", "alias", "detach", "lift_fresh_copy")
@@ -80,5 +80,5 @@ def repeat_interleave(engine: Engine, call: Call) -> Value | None:
         return Index((step,))
     if call.args["dim"] is None:
         return None
-    dim = front(call.args["dim"], len(shape(engine.dense(call.args["self"]))))
+    dim = front(call.args["dim"], len(engine.shape(call.args["self"])))
     return gathered(engine, call.args["self"], (step,), dim)

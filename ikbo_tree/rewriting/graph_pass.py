@@ -12,9 +12,10 @@ from torch import fx, nn
 
 from ikbo_tree.errors import TreeError
 from ikbo_tree.rewriting import attention, bags, gathers, splitting  # noqa: F401  register their rules
+from ikbo_tree.rewriting.arguments import VALUES
 from ikbo_tree.rewriting.builder import Builder, aten
 from ikbo_tree.rewriting.capture import Captured
-from ikbo_tree.rewriting.engine import VALUES, Engine, path_of
+from ikbo_tree.rewriting.engine import Engine, path_of
 from ikbo_tree.rewriting.inputs import Declared
 from ikbo_tree.rewriting.product import product
 from ikbo_tree.rewriting.report import Report, Step

@@ -12,14 +12,14 @@ from typing import Any
 from ikbo_tree.rewriting.builder import aten
 from ikbo_tree.rewriting.engine import Call, Engine, path_of, structural
 from ikbo_tree.rewriting.rowwise import front
-from ikbo_tree.rewriting.values import Cat, Lazy, Value, shape
+from ikbo_tree.rewriting.values import Cat, Lazy, Value
 
 
 @structural("cat")
 def cat(engine: Engine, call: Call) -> Value | None:
     """Puts off a concatenation along a dim that is no batch dim."""
     parts = [engine.plain(x) for x in call.args["tensors"]]
-    shapes = [shape(engine.dense(x)) for x in parts]
+    shapes = [engine.shape(x) for x in parts]
     if len({len(s) for s in shapes}) != 1:  # torch skips empty vectors
         return None
     dim = front(call.args["dim"], len(shapes[0]))
@@ -61,7 +61,7 @@ def stack(engine: Engine, call: Call) -> Value | None:
 def other_spellings(engine: Engine, call: Call) -> Value | None:
     """Of `cat`, along dim 1 of matrices."""
     tensors = call.args["tensors"]
-    if "dim" not in call.args and any(len(shape(engine.dense(x))) < 2 for x in tensors):
+    if "dim" not in call.args and any(len(engine.shape(x)) < 2 for x in tensors):
         return None
     found: Value = engine.apply(aten.cat.default, tensors, call.args.get("dim", 1))
     return found
@@ -137,7 +137,7 @@ def over_parts(engine: Engine, call: Call) -> Value | None:
     dims = call.args.get("dim")
     if not isinstance(x, Cat) or not dims or call.args.get("dtype") is not None:
         return None
-    ndim = len(shape(engine.dense(x)))
+    ndim = len(engine.shape(x))
     dims = [front(d, ndim) for d in dims]
     if x.dim not in dims:
         return None
@@ -147,7 +147,7 @@ def over_parts(engine: Engine, call: Call) -> Value | None:
         count = sum(x.widths)
         for d in dims:
             if d != x.dim:
-                size = shape(engine.dense(x))[d]
+                size = engine.shape(x)[d]
                 if not isinstance(size, int):
                     return None
                 count *= size
@@ -160,7 +160,7 @@ def over_parts(engine: Engine, call: Call) -> Value | None:
 def linear(engine: Engine, call: Call) -> Value | None:
     """One product a level, each on its own rows."""
     x, weight, bias = (call.args[name] for name in ("input", "weight", "bias"))
-    if not isinstance(x, Cat) or x.dim != len(shape(engine.dense(x))) - 1:
+    if not isinstance(x, Cat) or x.dim != len(engine.shape(x)) - 1:
         return None
 
     def product(part: Value, columns: Value, biased: bool) -> Value:
@@ -187,7 +187,7 @@ def matmul(engine: Engine, call: Call) -> Value | None:
     """A product over a concatenation's own dim, on either side: the linear compression is one."""
     a = call.args["self"]
     b = call.args["other"] if call.packet is aten.matmul else call.args["mat2"]
-    ranks = [len(shape(engine.dense(x))) for x in (a, b)]
+    ranks = [len(engine.shape(x)) for x in (a, b)]
     if min(ranks) < 2:
         return None
 
@@ -232,7 +232,7 @@ def _split(engine: Engine, x: Cat, other: Value, dim: int, product: Any) -> Valu
 def _range(engine: Engine, other: Value, dim: int, group: list[tuple[Value, Value, int]]) -> Value:
     """What meets the parts of a group: one view where they are neighbours."""
     at = [start for _, _, start in group]
-    widths = [shape(engine.dense(met))[dim] for _, met, _ in group]
+    widths = [engine.shape(met)[dim] for _, met, _ in group]
     if all(a + w == b for a, w, b in zip(at, widths, at[1:], strict=False)):
         return engine.apply(aten.slice.Tensor, other, dim, at[0], at[-1] + widths[-1])  # type: ignore[no-any-return]
     return engine.apply(aten.cat.default, [met for _, met, _ in group], dim)  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ikbo_tree.kernels.common.gemm_forms import architecture, power_of_two
+from ikbo_tree.kernels.common.triton_launch import launch
 from ikbo_tree.kernels.common.triton_lib import dot_precision
 from ikbo_tree.kernels.target_attention.config import Config, attention_config
 from ikbo_tree.kernels.target_attention.memories import Memory
@@ -33,6 +34,9 @@ from ikbo_tree.kernels.target_attention.triton_key_gradients import (
 )
 from ikbo_tree.kernels.target_attention.triton_queries import query_gradients
 
+STATS_STEP = 4
+"""TMA fetches floats from multiples of 16 bytes only (elsewhere an H200 raises an illegal
+instruction): where folded rows a row are no multiple of this, segments begin in between."""
 WORKSPACE = 1 << 29
 """Bytes of float32 sums up to which programs share an item's pieces."""
 
@@ -55,7 +59,7 @@ class Sizes:
             return rows
         return min(rows, max(16, power_of_two(self.n_seed)))
 
-    def widths(self) -> dict[str, int]:
+    def widths(self) -> dict[str, Any]:
         """Constants of every kernel."""
         return {"D": self.D, "DV": self.DV, "DP": self.DP, "DVP": self.DVP}
 
@@ -112,7 +116,10 @@ class Rows:
 
     def descriptors(self, size: int) -> list[Any]:
         """Of q, dO and `stats`, with boxes of `size` rows; None where there can be none."""
-        found = [descriptor(x, size, x.shape[0] * x.shape[1], _pitch(x)) for x in (self.q, self.do)]
+        rows, n = self.q.shape[:2]
+        found = [descriptor(x, size, rows * n, _pitch(x)) for x in (self.q, self.do)]
+        if n % STATS_STEP:
+            return [*found, None]
         return [*found, TensorDescriptor.from_tensor(self.stats.flatten(0, 1), [1, size])]
 
 
@@ -212,7 +219,9 @@ class _QueryCall:
             M = sizes.tile_rows(group, tile.rows)
             tiles = group.tile_count(sizes.rows, sizes.n_seed, M)
             counts = (sizes.rows, group.segments(sizes.rows), sizes.n_seed)
-        query_gradients[(tiles * sizes.heads,)](
+        launch(
+            query_gradients,
+            (tiles * sizes.heads,),
             rows.q,
             rows.do,
             rows.o,
@@ -291,7 +300,7 @@ def keys(
         return dk, dv, db.to(bias.dtype).view(bias.shape)
     dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     if entries > 0:
-        sum_heads[(-(-entries // 1024),)](db, dbias, entries, sizes.heads, BLOCK=1024)
+        launch(sum_heads, (-(-entries // 1024),), db, dbias, entries, sizes.heads, BLOCK=1024)
     return dk, dv, dbias
 
 
@@ -312,14 +321,16 @@ def _launch_keys(
     programs, splits, part = _share(k, sizes, items, slot)
     counters = torch.zeros((2, 4), dtype=torch.int32, device=k.device)
     usable = tile.descriptors and memory.order is None
-    for launch in (splits,) if splits == 1 else (splits, 0):
-        key_gradients[(programs,)](
+    for shared in (splits,) if splits == 1 else (splits, 0):
+        launch(
+            key_gradients,
+            (programs,),
             rows.arguments(),
             *(rows.descriptors(tile.rows) if usable else (None, None, None)),
             None if own is None else own.arguments(),
             *results,
             part,
-            counters[0 if launch else 1],
+            counters[0 if shared else 1],
             memory.order,
             memory.offsets,
             live,
@@ -332,8 +343,8 @@ def _launch_keys(
             sizes.n_seed,
             sizes.heads,
             kv_heads,
-            items * max(launch, 1),
-            launch,
+            items * max(shared, 1),
+            shared,
             sizes.scale,
             **sizes.widths(),
             M=tile.rows,

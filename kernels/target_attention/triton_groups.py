@@ -161,6 +161,9 @@ def _strides(x: Tensor) -> tuple[int | None, int, int]:
 
 def dense(x: Tensor) -> Tensor:
     """`x` with neighbouring elements in its last dim; itself where it has."""
+    if x.numel() == 0:
+        # Its strides may be anything, and would be compiled for.
+        return x.new_empty(x.shape)
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 

@@ -61,13 +61,14 @@ def use(counts, shape, *, levels=("user",), backward=True, own=False):
         q_self = zeros(*memories[0].k.shape)
         made = both.forward(q_self, q, memories[0], None, None, True, 0.1)
         if backward:
-            grads = (made[0], made[1], None, None)
+            grads = (*(x.new_ones(()).expand(x.shape) for x in made[:2]), None, None)
             both.backward(grads, made, q_self, q, memories[0], None, None, True, 0.1, [True] * 4)
         return
     o, lse = target.forward(q, memories, None, 0.1)
     if backward:
         needs = [True] * (1 + 2 * len(levels))
-        target.backward(o, None, o, lse, q, memories, None, 0.1, needs)
+        grad = o.new_ones(()).expand(o.shape)
+        target.backward(grad, None, o, lse, q, memories, None, 0.1, needs)
 
 
 @pytest.mark.parametrize(

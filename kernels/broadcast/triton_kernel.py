@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ikbo_tree.kernels.common.config import row_tile
 from ikbo_tree.kernels.common.routes import Route
+from ikbo_tree.kernels.common.triton_launch import launch
 from ikbo_tree.kernels.common.triton_lib import (
     FLOATS,
     MAPS,
     alignment,
     flat_rows,
     guard,
-    launch,
     live_rows,
     parents_at,
     refused,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 import triton
@@ -51,36 +50,6 @@ def guard(like: Tensor) -> AbstractContextManager[None]:
     if not like.is_cuda or like.device.index == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(like.device)
-
-
-_COMPILED: set[tuple[Any, ...]] = set()
-
-
-def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, when: bool = True, **options: Any
-) -> None:
-    """Launches a kernel on `args`; compiles it alone where it has nothing to do for this batch.
-
-    Kernels that only large batches need are compiled with the others, at the first batch of
-    whatever size: a later, larger one never waits for the compiler (contract 7).
-
-    Args:
-        kernel: a `@triton.jit` function.
-        grid: programs in x, y, z.
-        *args: its run-time arguments.
-        when: whether there is something to do.
-        **options: its constexpr arguments and launch options.
-    """
-    if when:
-        kernel[grid](*args, **options)
-        return
-    if INTERPRETED:
-        return
-    types = [(a.dtype, a.device) if isinstance(a, Tensor) else type(a) for a in args]
-    key = (kernel, *types, *options.values())
-    if key not in _COMPILED:
-        kernel.warmup(*args, grid=grid, **options)
-        _COMPILED.add(key)
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ikbo_tree.kernels.common.triton_launch import launch
 from ikbo_tree.kernels.common.triton_lib import INTERPRETED, guard
 
 _BLOCK = 2048
@@ -31,7 +32,8 @@ def split(x: Tensor) -> Tensor:
     n = x.numel()
     if n:
         with guard(x):
-            _split_kernel[(triton.cdiv(n, _BLOCK),)](x, out, n, BLOCK=_BLOCK, num_warps=4)
+            grid = (triton.cdiv(n, _BLOCK),)
+            launch(_split_kernel, grid, x, out, n, BLOCK=_BLOCK, num_warps=4)
     return out
 
 

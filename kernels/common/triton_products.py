@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ikbo_tree.kernels.common.gemm_forms import Tile, form_of
 from ikbo_tree.kernels.common.triton_gemm import MAPS, gemm_kernel
+from ikbo_tree.kernels.common.triton_launch import launch
 from ikbo_tree.kernels.common.triton_lib import dot_precision, guard
 from ikbo_tree.kernels.common.triton_operands import Matrices, storable, store_argument
 from ikbo_tree.kernels.common.triton_weight_gradient import add_chunks, weight_gradient_kernel
@@ -68,7 +69,9 @@ def multiply(
         return store_argument(out.view(batch, M, N), height, tile.BN // tile.parts)
 
     with guard(out):
-        gemm_kernel[(programs,)](
+        launch(
+            gemm_kernel,
+            (programs,),
             a.argument(tile.BM, tile.BK),
             a.argument(last, tile.BK) if last != tile.BM else None,
             b.argument(tile.BK, tile.BN),
@@ -124,7 +127,9 @@ def weight_gradient(
     last = tile.last_rows(M)
     form = form_of(tile, a.form, b.form, last, rows_along, precision=dot_precision(a.data.dtype))
     with guard(parts):
-        weight_gradient_kernel[(chunks * tiles,)](
+        launch(
+            weight_gradient_kernel,
+            (chunks * tiles,),
             a.argument(tile.BM, tile.BK),
             a.argument(last, tile.BK) if last != tile.BM else None,
             b.argument(tile.BK, tile.BN),

@@ -29,7 +29,8 @@ from ikbo_tree.kernels.common.triton_folds import (
     short_segments,
     store_partial,
 )
-from ikbo_tree.kernels.common.triton_lib import MAPS, alignment, flat_rows, guard, launch, rows_at
+from ikbo_tree.kernels.common.triton_launch import launch
+from ikbo_tree.kernels.common.triton_lib import MAPS, alignment, flat_rows, guard, rows_at
 from ikbo_tree.kernels.common.triton_segments import COUNTS, combine, partial_results
 
 PLANES = {"softmax": 2, "softmax_grad": 3, "logsumexp_grad": 2, "ties": 1}

@@ -32,7 +32,8 @@ from ikbo_tree.kernels.common.triton_folds import (
     short_segments,
     store_partial,
 )
-from ikbo_tree.kernels.common.triton_lib import MAPS, alignment, flat_rows, guard, launch
+from ikbo_tree.kernels.common.triton_launch import launch
+from ikbo_tree.kernels.common.triton_lib import MAPS, alignment, flat_rows, guard
 
 COUNTS = ["segments", "slots", "programs", "x_step"]
 """Arguments that Triton must not compile a kernel for: their values change with every batch."""

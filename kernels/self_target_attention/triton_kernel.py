@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ikbo_tree.kernels.common.triton_launch import launch
 from ikbo_tree.kernels.common.triton_lib import guard
 from ikbo_tree.kernels.target_attention import triton_backward, triton_kernel
 from ikbo_tree.kernels.target_attention.config import FUSED_SEEDS
@@ -194,7 +195,9 @@ def forward(
     if own_programs + programs == 0:
         return o_self, o, lse_self, lse
     with guard(q):
-        forward_both[(own_programs + programs,)](
+        launch(
+            forward_both,
+            (own_programs + programs,),
             own,
             o_self,
             lse_self,

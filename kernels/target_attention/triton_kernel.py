@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ikbo_tree.kernels.common.triton_launch import launch
 from ikbo_tree.kernels.common.triton_lib import guard, refused
 from ikbo_tree.kernels.target_attention import triton_backward
 from ikbo_tree.kernels.target_attention.config import FUSED_SEEDS
@@ -125,7 +126,9 @@ def _rows(
 ) -> None:
     tile = sizes.config.forward
     M = sizes.tile_rows(group, tile.rows)
-    forward_rows[(group.tile_count(sizes.rows, sizes.n_seed, M) * sizes.heads,)](
+    launch(
+        forward_rows,
+        (group.tile_count(sizes.rows, sizes.n_seed, M) * sizes.heads,),
         q,
         *results,
         group.tiles.order,
@@ -168,8 +171,10 @@ def _chunks(
     programs = group.tile_count(sizes.rows, sizes.n_seed, M) * sizes.heads
     slots = sum(-(-size // chunk) for size in group.sizes())
     splits, states = _splits(q, programs, slots, M * (sizes.DVP + 2) * 4)
-    for launch in (splits,) if splits == 1 else (splits, 0):
-        forward_chunks[(programs, max(launch, 1))](
+    for shared in (splits,) if splits == 1 else (splits, 0):
+        launch(
+            forward_chunks,
+            (programs, max(shared, 1)),
             q,
             *results,
             states,
@@ -185,7 +190,7 @@ def _chunks(
             sizes.n_seed,
             sizes.heads,
             slots,
-            launch,
+            shared,
             abs(sizes.scale) * LOG2E.value,
             COUNT=len(group.memories),
             **sizes.widths(),

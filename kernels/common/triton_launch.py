@@ -1,0 +1,105 @@
+"""Launches of kernels, at a fraction of what Triton's own launcher costs the host.
+
+Triton finds out in every call what a kernel would be compiled for. Here a launch is recognised by
+the same facts, read more cheaply, and goes straight to what the first such call compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from ikbo_tree.kernels.common.triton_lib import INTERPRETED
+
+_HIP = torch.version.hip is not None
+_WORD = 2**31
+"""Integers from here on are 64 bits to a kernel."""
+
+_Fact = Callable[[Any], Any]
+
+
+def _integer(value: int) -> Any:
+    """1, a multiple of 16, or any other; and whether it has 32 bits."""
+    kind = value if value == 1 else value % 16 == 0
+    return kind, -_WORD <= value < _WORD
+
+
+def _facts(value: Any) -> Any:
+    """What Triton compiles for of an argument that it specialises for."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if value is None or isinstance(value, (float, bool)):
+        return type(value)
+    if isinstance(value, int):
+        return _integer(value)
+    if isinstance(value, tuple):
+        return tuple([_facts(entry) for entry in value])
+    # A descriptor; Gluon's have a layout too.
+    return value.base.dtype, tuple(value.block_shape), getattr(value, "layout", None)
+
+
+def _loose(value: Any) -> Any:
+    """Likewise of an argument whose value, or whose alignment, it does not look at."""
+    if isinstance(value, Tensor):
+        return value.dtype
+    if value is None or isinstance(value, float):
+        return type(value)
+    return -_WORD <= value < _WORD
+
+
+@functools.cache
+def _readers(kernel: Any) -> tuple[_Fact, ...]:
+    """How to read each argument of a kernel."""
+    loose = {*kernel.do_not_specialize, *kernel.do_not_specialize_on_alignment}
+    return tuple(_loose if name in loose else _facts for name in kernel.arg_names)
+
+
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: Any, when: bool = True, **options: Any
+) -> None:
+    """Launches a kernel on the current device and stream.
+
+    Kernels that only large batches need are compiled with the others, at the first batch of
+    whatever size (`when`): a later, larger one never waits for the compiler (contract 7).
+
+    Args:
+        kernel: a `@triton.jit` function whose run-time arguments come first.
+        grid: programs in x, y, z.
+        *args: all its run-time arguments.
+        when: whether there is something to do; otherwise it is compiled and not run.
+        **options: all its constexpr arguments, hashable, and launch options.
+    """
+    if INTERPRETED:
+        if when:
+            kernel[grid](*args, **options)
+        return
+    readers = _readers(kernel)
+    device = _device(args)
+    # Triton's AMD backend compiles for facts that are not read here; tools hook in at its launcher.
+    known = device >= 0 and not _HIP and knobs.runtime.launch_enter_hook is None
+    facts = [read(value) for read, value in zip(readers, args, strict=False)]
+    key = (kernel, device, when or known, *facts, *options.values())
+    compiled = _COMPILED.get(key)
+    if compiled is None or (when and not known):
+        run = kernel[grid] if when else functools.partial(kernel.warmup, grid=grid)
+        _COMPILED[key] = run(*args, **options)
+    elif when:
+        constants = [options[name] for name in kernel.arg_names[len(args) :]]
+        compiled[(*grid, 1, 1)[:3]](*args, *constants)
+
+
+def _device(args: tuple[Any, ...]) -> int:
+    """Number of the arguments' GPU; -1 for tensors that kernels are only compiled with."""
+    for value in args:
+        tensor = getattr(value, "base", value)
+        if isinstance(tensor, Tensor):
+            return tensor.get_device()
+    raise TypeError("no argument is a tensor or a descriptor")

@@ -6,10 +6,13 @@ long one call takes.
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable, Sequence
 
 import torch
 from harness import Contender, interleaved
+from torch import Tensor
 
 
 class ColdClock:
@@ -40,21 +43,31 @@ class ColdClock:
         return sum(s.elapsed_time(e) for s, e in zip(starts, ends, strict=True)) / calls
 
 
+@functools.cache
+def _side_stream() -> torch.cuda.Stream:
+    """The one stream on which contenders run before and while they are captured.
+
+    Leaves that contenders share remember the stream of the first gradient; a second stream would
+    have to wait for it, which a capture may not.
+    """
+    return torch.cuda.Stream()
+
+
 def graphed(contender: Contender, warm: int = 3) -> Contender:
     """The contender's launches captured in a CUDA graph: what serving replays, free of the host.
 
     Args:
         contender: allocates what it likes, waits for nothing.
-        warm: calls before the capture, on another stream, as torch asks for.
+        warm: calls before the capture, as torch asks for.
     """
-    stream = torch.cuda.Stream()
+    stream = _side_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(warm):
             contender()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         kept = contender()
 
     def replay() -> object:
@@ -62,6 +75,24 @@ def graphed(contender: Contender, warm: int = 3) -> Contender:
         return kept
 
     return replay
+
+
+def graphed_backward(
+    contender: Callable[[], Tensor], inputs: Sequence[Tensor], grad: Tensor
+) -> Contender:
+    """The backward alone, captured; what the forward saved is kept.
+
+    Args:
+        contender: the forward.
+        inputs: what gradients are taken of.
+        grad: of the forward's result.
+    """
+    stream = _side_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out = contender()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graphed(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True))
 
 
 def host_us(contender: Contender, calls: int = 100) -> float:

@@ -241,12 +241,22 @@ def slug(device: str) -> str:
 
 def versions(peers: Iterable[str] = ()) -> dict[str, str | None]:
     """Versions of torch, triton, CUDA, this package and peers; None where one is missing."""
-    found: dict[str, str | None] = {"torch": torch.__version__, "triton": _version("triton")}
+    found: dict[str, str | None] = {"torch": torch.__version__, "triton": _triton_version()}
     found["cuda"] = torch.version.cuda
     found["ikbo_tree"] = _version("ikbo-tree")
     for peer in ("numpy", *peers):
         found[peer] = _version(peer)
     return found
+
+
+def _triton_version() -> str | None:
+    """Of the Triton that is imported, whichever distribution it came with."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    version: str = triton.__version__
+    return version
 
 
 def _version(distribution: str) -> str | None:

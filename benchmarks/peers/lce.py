@@ -75,10 +75,15 @@ def _padded(x: Tensor, dim: int) -> Tensor:
 
 def _chain(e: Sequence[Tensor], w: Sequence[Tensor], parents: Sequence[Tensor]) -> Tensor:
     """One product a level, coarse results gathered and added."""
-    total = torch.matmul(w[0], e[0])
+    total = _product(w[0], e[0])
     for x, weight, index in zip(e[1:], w[1:], parents, strict=True):
-        total = torch.matmul(weight, x) + total.index_select(0, index)
+        total = _product(weight, x) + total.index_select(0, index)
     return total
+
+
+def _product(weight: Tensor, x: Tensor) -> Tensor:
+    """`weight @ x` as a batched product: `torch.matmul` copies x where it wants a gradient."""
+    return torch.bmm(weight.expand(len(x), -1, -1), x)
 
 
 def _flat(problem: Problem) -> Tensor:
@@ -90,13 +95,13 @@ def materialised(problem: Problem) -> Peer:
     """One product of a concatenation that is given."""
     flat = _flat(problem).detach().requires_grad_(problem.e[0].requires_grad)
     weight = torch.cat(problem.w, 1).detach().requires_grad_(problem.e[0].requires_grad)
-    return Peer(lambda: torch.matmul(weight, flat), (flat, weight), "broadcast and cat given")
+    return Peer(lambda: _product(weight, flat), (flat, weight), "broadcast and cat given")
 
 
 def materialised_broadcast(problem: Problem) -> Peer:
     """What an unmodified model runs: index_select, cat, one product."""
     weight = torch.cat(problem.w, 1).detach().requires_grad_(problem.e[0].requires_grad)
-    return Peer(lambda: torch.matmul(weight, _flat(problem)), (*problem.e, weight))
+    return Peer(lambda: _product(weight, _flat(problem)), (*problem.e, weight))
 
 
 def decomposed(problem: Problem) -> Peer:
@@ -134,7 +139,7 @@ def cublas_candidate(problem: Problem) -> Peer:
     """The last level's product alone, padded: it does less than all others."""
     p = problem.padded
     note = "the last level's product alone: it does less"
-    return Peer(lambda: torch.matmul(p.w[-1], p.e[-1]), (), note)
+    return Peer(lambda: _product(p.w[-1], p.e[-1]), (), note)
 
 
 def published_triton(problem: Problem) -> Peer:
@@ -147,6 +152,8 @@ def published_triton(problem: Problem) -> Peer:
 
 def published_tlx(problem: Problem) -> Peer:
     """The warp-specialised kernel published with it, which needs a Triton with TLX."""
+    if problem.e[0].dtype != torch.float16:
+        raise MissingPeerError("it computes in float16 whatever it is given")
     kernel = _published("ikbo.ops.tlx_ikbo_lce", "tlx_ikbo_lce", problem)
     flag = _published("ikbo.ops.tlx_ikbo_lce", "create_user_flag", problem)
     p = problem.padded

@@ -32,6 +32,8 @@ def _arguments(data: Data) -> tuple[Any, ...]:
 def triton(data: Data) -> Contender:
     """Flash attention 2 with TMA."""
     attend = _function("triton_ikbo_fa", "triton_flash_attn_ikbo_tma")
+    if data.tree.rows("item") > 65535:
+        raise MissingPeerError("items lie along grid.y, which ends at 65,535")
     arguments = _arguments(data)
     return lambda: _shaped(attend(*arguments), data)
 
@@ -39,6 +41,8 @@ def triton(data: Data) -> Contender:
 def tlx(data: Data) -> Contender:
     """Flash attention 3, persistent: pairs of candidates of one user."""
     attend = _function("tlx_ikbo_fa_ws", "tlx_flash_attn_ikbo_tma_persistent")
+    if data.workload.n % 64:
+        raise MissingPeerError("its tiles are 64 query rows of one item")
     arguments = _arguments(data)
     offsets = data.tree.offsets("item", of="user").tolist()
     pairs = [at for low, high in itertools.pairwise(offsets) for at in range(low, high, 2)]

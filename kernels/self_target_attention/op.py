@@ -19,8 +19,7 @@ IMPLEMENTATIONS = dispatch.Implementations(
     "self_target_attention",
     __package__,
     {"reference": "reference", "torch": "torch_impl", "triton": "triton_kernel"},
-    # Triton joins "cuda" here when all of its GPU tests pass; until then it must be asked for.
-    {"default": ("torch",)},
+    {"cuda": ("triton", "torch"), "default": ("torch",)},
 )
 
 _ARGUMENTS = (

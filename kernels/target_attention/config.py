@@ -97,8 +97,8 @@ _HOPPER_16 = {
         keys=Tile(64, 64, 4, 2, True),
     ),
     128: _config(
-        forward=Tile(128, 128, 8, 2, True),
-        chunks=Tile(64, 64, 4, 2),
+        forward=Tile(128, 128, 8, 3, True),
+        chunks=Tile(64, 64, 4, 3),
         queries=Tile(64, 64, 4, 2, True),
         keys=Tile(64, 64, 4, 2, True),
     ),

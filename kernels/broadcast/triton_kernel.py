@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ikbo_tree.kernels.common.config import row_tile
 from ikbo_tree.kernels.common.routes import Route
-from ikbo_tree.kernels.common.triton_launch import launch
+from ikbo_tree.kernels.common.triton_launch import ceil_div, launch
 from ikbo_tree.kernels.common.triton_lib import (
     FLOATS,
     MAPS,
@@ -53,7 +53,7 @@ def forward(x: Tensor, route: Route) -> Tensor:
     tile = row_tile(width, x.element_size())
     with guard(x):
         launch(
-            gather_kernel, (triton.cdiv(fine, tile.rows), triton.cdiv(width, tile.columns)),
+            gather_kernel, (ceil_div(fine, tile.rows), ceil_div(width, tile.columns)),
             x, out.view(bits), route.index, route.live_fine, fine, x.stride(0) // align,
             ALIGN=align, WIDTH=width, R=tile.rows, C=tile.columns, num_warps=tile.num_warps,
         )  # fmt: skip

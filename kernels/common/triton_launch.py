@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ikbo_tree.kernels.common.triton_lib import INTERPRETED
 
@@ -52,11 +53,42 @@ def _loose(value: Any) -> Any:
     return -_WORD <= value < _WORD
 
 
-@functools.cache
-def _readers(kernel: Any) -> tuple[_Fact, ...]:
-    """How to read each argument of a kernel."""
-    loose = {*kernel.do_not_specialize, *kernel.do_not_specialize_on_alignment}
-    return tuple(_loose if name in loose else _facts for name in kernel.arg_names)
+class _Readers(dict[int, tuple[_Fact, ...]]):
+    """How to read each argument of a kernel, by its id: its hash is one of its source."""
+
+    def of(self, kernel: Any) -> tuple[_Fact, ...]:
+        """One function for each argument."""
+        known = self.get(id(kernel))
+        if known is None:
+            loose = {*kernel.do_not_specialize, *kernel.do_not_specialize_on_alignment}
+            known = tuple(_loose if name in loose else _facts for name in kernel.arg_names)
+            self[id(kernel)] = known
+        return known
+
+
+_READERS = _Readers()
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The least integer not below a / b; `triton.cdiv` takes microseconds on the host."""
+    return -(-a // b)
+
+
+def described(
+    base: Tensor, shape: list[int], strides: list[int], block_shape: list[int]
+) -> TensorDescriptor:
+    """A descriptor, without the checks that its constructor makes in every call.
+
+    Args:
+        base: begins at a multiple of 16 bytes.
+        shape: of the tensor, up to five dims.
+        strides: multiples of 16 bytes; the last is 1.
+        block_shape: powers of two; the last dim has 16 bytes or more.
+    """
+    made = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides, made.block_shape = base, shape, strides, block_shape
+    made.padding = "zero"
+    return made
 
 
 _COMPILED: dict[tuple[Any, ...], Any] = {}
@@ -81,19 +113,31 @@ def launch(
         if when:
             kernel[grid](*args, **options)
         return
-    readers = _readers(kernel)
+    readers = _READERS.of(kernel)
     device = _device(args)
-    # Triton's AMD backend compiles for facts that are not read here; tools hook in at its launcher.
-    known = device >= 0 and not _HIP and knobs.runtime.launch_enter_hook is None
+    # Triton's AMD backend compiles for facts that are not read here.
+    known = device >= 0 and not _HIP and not _watched()
     facts = [read(value) for read, value in zip(readers, args, strict=False)]
-    key = (kernel, device, when or known, *facts, *options.values())
+    key = (id(kernel), device, when or known, *facts, *options.values())
     compiled = _COMPILED.get(key)
     if compiled is None or (when and not known):
         run = kernel[grid] if when else functools.partial(kernel.warmup, grid=grid)
         _COMPILED[key] = run(*args, **options)
     elif when:
         constants = [options[name] for name in kernel.arg_names[len(args) :]]
-        compiled[(*grid, 1, 1)[:3]](*args, *constants)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        # As CompiledKernel's own `__getitem__` does it, less what hooks would be told.
+        compiled.run(
+            *(*grid, 1, 1)[:3], stream, compiled.function, compiled.packed_metadata,
+            None, None, None, *args, *constants,
+        )  # fmt: skip
+
+
+def _watched() -> bool:
+    """Whether a tool, a profiler for example, is to be told of launches."""
+    runtime = knobs.runtime
+    hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def _device(args: tuple[Any, ...]) -> int:

@@ -7,13 +7,14 @@ is no multiple of 8 is usual for them. Nothing else is copied, unless no dimensi
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ikbo_tree.kernels.common.gemm_forms import Operand
+from ikbo_tree.kernels.common.triton_launch import described
 from ikbo_tree.kernels.common.triton_lib import alignment
 
 _ROW_BYTES = 16
@@ -63,9 +64,7 @@ class Matrices:
         if self.form.transposed:
             height, width, rows, columns = width, height, columns, rows
         strides = [self.data.stride(1), self._outer, 1]
-        return TensorDescriptor(
-            self.data, [pieces * batch, height, width], strides, [1, rows, columns]
-        )
+        return described(self.data, [pieces * batch, height, width], strides, [1, rows, columns])
 
 
 def matrices(
@@ -93,10 +92,14 @@ def matrices(
     # What a dimension of one entry has for a stride is of no use to anybody.
     steps = [data.stride(d) if sizes[d] > 1 else 0 for d in (0, 1, outer)]
     piece = steps[0] // max(rows, 1)
-    form = Operand(sizes[0], transposed, unit=alignment(extent, piece, *steps))
     if descriptors and _describable(data, steps, outer):
-        form = Operand(sizes[0], transposed, descriptor=True)
+        form = _operand(sizes[0], transposed, True, 1)
+    else:
+        form = _operand(sizes[0], transposed, False, alignment(extent, piece, *steps))
     return Matrices(data, form, extent, piece, data.stride(1) if batched else 0)
+
+
+_operand = functools.cache(Operand)
 
 
 def _contiguous_dimension(data: Tensor) -> tuple[Tensor, bool]:
@@ -129,9 +132,9 @@ def storable(out: Tensor) -> bool:
     return out.shape[-1] * out.element_size() % _ROW_BYTES == 0 == out.data_ptr() % _ROW_BYTES
 
 
-def store_argument(out: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def store_argument(out: Tensor, rows: int, columns: int) -> Any:
     """A descriptor for stores of tiles of that size to `out` [batch, M, N], contiguous."""
-    return TensorDescriptor(out, list(out.shape), list(out.stride()), [1, rows, columns])
+    return described(out, list(out.shape), list(out.stride()), [1, rows, columns])
 
 
 def weight_matrices(weight: Tensor, *, descriptors: bool, transposed: bool) -> Matrices:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ikbo_tree.kernels.common.triton_launch import launch
+from ikbo_tree.kernels.common.triton_launch import ceil_div, launch
 from ikbo_tree.kernels.common.triton_lib import INTERPRETED, guard
 
 _BLOCK = 2048
@@ -32,7 +32,7 @@ def split(x: Tensor) -> Tensor:
     n = x.numel()
     if n:
         with guard(x):
-            grid = (triton.cdiv(n, _BLOCK),)
+            grid = (ceil_div(n, _BLOCK),)
             launch(_split_kernel, grid, x, out, n, BLOCK=_BLOCK, num_warps=4)
     return out
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from ikbo_tree.kernels.common.gemm_forms import Tile, form_of
 from ikbo_tree.kernels.common.triton_gemm import MAPS, gemm_kernel
-from ikbo_tree.kernels.common.triton_launch import launch
+from ikbo_tree.kernels.common.triton_launch import ceil_div, launch
 from ikbo_tree.kernels.common.triton_lib import dot_precision, guard
 from ikbo_tree.kernels.common.triton_operands import Matrices, storable, store_argument
 from ikbo_tree.kernels.common.triton_weight_gradient import add_chunks, weight_gradient_kernel
@@ -60,7 +59,7 @@ def multiply(
         tile, a.form, b.form, last, rows_along, precision=dot_precision(a.data.dtype),
         zero_dead=zero_dead, persistent=persistent, out_descriptor=out_descriptor,
     )  # fmt: skip
-    tiles = batch * triton.cdiv(M, tile.BM) * triton.cdiv(N, tile.BN)
+    tiles = batch * ceil_div(M, tile.BM) * ceil_div(N, tile.BN)
     programs = min(tiles, slots) if persistent else tiles
 
     def result(height: int) -> object:
@@ -120,9 +119,9 @@ def weight_gradient(
     rows = batch if rows_along == "batch" else L
     if rows == 0 or M * N == 0 or L == 0:
         return torch.zeros((M, N), dtype=dtype, device=a.data.device)
-    tiles = triton.cdiv(M, tile.BM) * triton.cdiv(N, tile.BN)
+    tiles = ceil_div(M, tile.BM) * ceil_div(N, tile.BN)
     chunk = chunk_rows(rows, tiles, slots, 1 if rows_along == "batch" else tile.BK)
-    chunks = triton.cdiv(rows, chunk)
+    chunks = ceil_div(rows, chunk)
     parts = torch.empty((chunks, M, N), dtype=torch.float32, device=a.data.device)
     last = tile.last_rows(M)
     form = form_of(tile, a.form, b.form, last, rows_along, precision=dot_precision(a.data.dtype))

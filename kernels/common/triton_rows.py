@@ -29,7 +29,7 @@ from ikbo_tree.kernels.common.triton_folds import (
     short_segments,
     store_partial,
 )
-from ikbo_tree.kernels.common.triton_launch import launch
+from ikbo_tree.kernels.common.triton_launch import ceil_div, launch
 from ikbo_tree.kernels.common.triton_lib import MAPS, alignment, flat_rows, guard, rows_at
 from ikbo_tree.kernels.common.triton_segments import COUNTS, combine, partial_results
 
@@ -319,8 +319,8 @@ def rowwise(
     x_align = alignment(x.stride(0))
     g_align = 1 if g is None else alignment(g.stride(0))
     tile = segment_tile(width, x.element_size())
-    slots, blocks = triton.cdiv(fine, tile.short), triton.cdiv(coarse, tile.segments)
-    columns = triton.cdiv(width, tile.columns)
+    slots, blocks = ceil_div(fine, tile.short), ceil_div(coarse, tile.segments)
+    columns = ceil_div(width, tile.columns)
     programs, planes = min(slots, PROGRAMS), PLANES[op]
     partial = partial_results(x, planes, tile)
 

@@ -32,7 +32,7 @@ from ikbo_tree.kernels.common.triton_folds import (
     short_segments,
     store_partial,
 )
-from ikbo_tree.kernels.common.triton_launch import launch
+from ikbo_tree.kernels.common.triton_launch import ceil_div, launch
 from ikbo_tree.kernels.common.triton_lib import MAPS, alignment, flat_rows, guard
 
 COUNTS = ["segments", "slots", "programs", "x_step"]
@@ -270,9 +270,9 @@ def reduce_segments(x: Tensor, route: Route, op: str, dtype: torch.dtype) -> Ten
     x = flat_rows(x, width)
     align = alignment(x.stride(0))
     # No segment is longer than what is allocated: without long ones their programs are left out.
-    slots = triton.cdiv(fine, tile.short) if fine > tile.short else 0
+    slots = ceil_div(fine, tile.short) if fine > tile.short else 0
     programs = min(slots, PROGRAMS)
-    grid = (programs + triton.cdiv(coarse, tile.segments), triton.cdiv(width, tile.columns))
+    grid = (programs + ceil_div(coarse, tile.segments), ceil_div(width, tile.columns))
     planes = 2 if op == "logsumexp" else 1
     partial = partial_results(x, planes, tile)
     with guard(x):
@@ -290,17 +290,17 @@ def reduce_segments(x: Tensor, route: Route, op: str, dtype: torch.dtype) -> Ten
 def partial_results(x: Tensor, planes: int, tile: SegmentTile) -> Tensor:
     """Room for what is kept of each piece; no slot where no segment can have several pieces."""
     rows, width = x.shape
-    slots = triton.cdiv(rows, tile.short) if rows > tile.piece else 0
+    slots = ceil_div(rows, tile.short) if rows > tile.piece else 0
     return x.new_empty((planes, slots, width), dtype=torch.float32)
 
 
 def combine(op: str, out: Tensor | None, partial: Tensor, route: Route, tile: SegmentTile) -> None:
     """Combines the pieces of each segment of several: into `out`, or in place without it."""
     planes, slots, width = partial.shape
-    candidates = triton.cdiv(route.fine_rows, tile.piece)
+    candidates = ceil_div(route.fine_rows, tile.piece)
     launch(
         combine_kernel,
-        (min(candidates, PROGRAMS), triton.cdiv(width, tile.columns)),
+        (min(candidates, PROGRAMS), ceil_div(width, tile.columns)),
         out, partial, route.index, route.offsets, route.order, route.live_coarse,
         route.coarse_rows, slots, candidates,
         when=slots > 0, OP=op, PLANES=planes, WIDTH=width, R=tile.step_rows, C=tile.columns,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ikbo_tree.kernels.common.triton_gemm import STRIDES, load_described, load_strided, strided
-from ikbo_tree.kernels.common.triton_launch import launch
+from ikbo_tree.kernels.common.triton_launch import ceil_div, launch
 from ikbo_tree.kernels.common.triton_lib import guard, live_rows
 from ikbo_tree.kernels.common.triton_pieces import pieces_of
 
@@ -143,7 +143,7 @@ def add_chunks(parts: Tensor, dtype: torch.dtype) -> Tensor:
     chunks, n = parts.shape[0], parts[0].numel()
     out = parts.new_empty(parts.shape[1:], dtype=dtype)
     with guard(parts):
-        grid = (triton.cdiv(n, _BLOCK),)
+        grid = (ceil_div(n, _BLOCK),)
         launch(_add_kernel, grid, parts, out, chunks, n, BLOCK=_BLOCK, num_warps=4)
     return out
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ikbo_tree.kernels.common.gemm_forms import power_of_two
+from ikbo_tree.kernels.common.triton_launch import described
 from ikbo_tree.kernels.common.triton_tiles import tile_count
 from ikbo_tree.kernels.target_attention.config import FUSED_SEEDS, Tile
 from ikbo_tree.kernels.target_attention.memories import Memory
@@ -190,7 +191,7 @@ def descriptor(x: Tensor, rows: int, entries: int, pitch: int) -> TensorDescript
         return None
     if pitch % unit or head % unit or pitch < columns or entries >= 2**31:
         return None
-    return TensorDescriptor(x, [entries, columns], [pitch, 1], [rows, width])
+    return described(x, [entries, columns], [pitch, 1], [rows, width])
 
 
 def _key_descriptor(x: Tensor, rows: int) -> TensorDescriptor | None:

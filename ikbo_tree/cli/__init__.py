@@ -7,7 +7,7 @@ import sys
 
 from ikbo_tree.extras import MissingExtraError, require
 
-COMMANDS = ("demo", "movielens", "fuzz")
+COMMANDS = ("demo", "movielens", "fuzz", "tune")
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ikbo_tree.kernels.common import tuned
 from ikbo_tree.kernels.common.gemm_forms import Tile, multiprocessors
 
 ROLES = ("forward", "partial", "input_gradient", "weight_gradient")
@@ -37,6 +38,14 @@ class Choice:
     def fitted(self, M: int, N: int) -> Choice:
         """The same for a product of M rows and N columns."""
         return Choice(self.tile.fitted(M, N), self.descriptors, self.resident)
+
+
+def tuned_choice(op: str, role: str, arch: str, dtype: torch.dtype, *sizes: int) -> Choice | None:
+    """What `ikbo-tree tune` chose for a call, or None."""
+    fields = tuned.entry(op, role, arch, dtype, *sizes)
+    if fields is None:
+        return None
+    return Choice(Tile(**fields["tile"]), fields["descriptors"], fields["resident"])
 
 
 Table = Mapping[str, Mapping[str, Choice]]

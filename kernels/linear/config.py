@@ -6,7 +6,14 @@ import functools
 
 import torch
 
-from ikbo_tree.kernels.common.gemm_config import SMALL, SMALL_PERSISTENT, Choice, Table, family
+from ikbo_tree.kernels.common.gemm_config import (
+    SMALL,
+    SMALL_PERSISTENT,
+    Choice,
+    Table,
+    family,
+    tuned_choice,
+)
 from ikbo_tree.kernels.common.gemm_forms import Tile
 
 _HOPPER = Choice(Tile(BM=128, BN=128, BK=64, warps=4, stages=3, parts=4), True, 2)
@@ -33,7 +40,6 @@ _ROWS = 2**20
 """Stands for the row count, which no choice may depend on."""
 
 
-@functools.cache
 def choose(role: str, arch: str, dtype: torch.dtype, N: int, K: int | None = None) -> Choice:
     """The tile for a product with N columns.
 
@@ -44,5 +50,11 @@ def choose(role: str, arch: str, dtype: torch.dtype, N: int, K: int | None = Non
         N: columns of the result; its rows for `"weight_gradient"`.
         K: columns of the result of `"weight_gradient"`.
     """
+    sizes = (N,) if K is None else (N, K)
+    return tuned_choice("linear", role, arch, dtype, *sizes) or _frozen(role, arch, dtype, N, K)
+
+
+@functools.cache
+def _frozen(role: str, arch: str, dtype: torch.dtype, N: int, K: int | None) -> Choice:
     choice = TABLE[family(arch, dtype)][role]
     return choice.fitted(_ROWS, N) if K is None else choice.fitted(N, K)

@@ -6,7 +6,14 @@ import functools
 
 import torch
 
-from ikbo_tree.kernels.common.gemm_config import SMALL, SMALL_PERSISTENT, Choice, Table, family
+from ikbo_tree.kernels.common.gemm_config import (
+    SMALL,
+    SMALL_PERSISTENT,
+    Choice,
+    Table,
+    family,
+    tuned_choice,
+)
 from ikbo_tree.kernels.common.gemm_forms import Tile
 
 # H200, fp16, M=433, N=256, K 866 and 1178, 1024 rows below 15, medians of interleaved runs with a
@@ -63,7 +70,6 @@ TABLE: Table = {
 }
 
 
-@functools.cache
 def choose(role: str, arch: str, dtype: torch.dtype, M: int, N: int) -> Choice:
     """The tile for a product of M rows and N columns a row of the tree.
 
@@ -74,4 +80,10 @@ def choose(role: str, arch: str, dtype: torch.dtype, M: int, N: int) -> Choice:
         M: rows of one row's result (of the whole result for `"weight_gradient"`).
         N: its columns.
     """
+    found = tuned_choice("linear_compression", role, arch, dtype, M, N)
+    return found or _frozen(role, arch, dtype, M, N)
+
+
+@functools.cache
+def _frozen(role: str, arch: str, dtype: torch.dtype, M: int, N: int) -> Choice:
     return TABLE[family(arch, dtype)][role].fitted(M, N)

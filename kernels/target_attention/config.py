@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ikbo_tree.kernels.common import tuned
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,10 @@ _FLOAT32 = {
 }
 
 
-@functools.cache
+ROLES = ("forward", "chunks", "queries", "keys")
+"""The tiles that `ikbo-tree tune` may choose."""
+
+
 def attention_config(arch: str, itemsize: int, width: int) -> Config:
     """The configuration for one kind of call.
 
@@ -135,6 +141,17 @@ def attention_config(arch: str, itemsize: int, width: int) -> Config:
         itemsize: bytes of an element of the operands, 2 or 4.
         width: the larger of D and Dv, padded to a power of two, at most 256.
     """
+    frozen = _frozen(arch, itemsize, width)
+    found: dict[str, Any] = {
+        role: Tile(**fields["tile"])
+        for role in ROLES
+        if (fields := tuned.entry("target_attention", role, arch, itemsize, width)) is not None
+    }
+    return replace(frozen, **found) if found else frozen
+
+
+@functools.cache
+def _frozen(arch: str, itemsize: int, width: int) -> Config:
     if arch == "interpreter":
         return _INTERPRETED
     if itemsize == 4:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ikbo_tree.kernels.common.gemm_forms import architecture, power_of_two
+from ikbo_tree.kernels.common.gemm_forms import architecture, multiprocessors, power_of_two
 from ikbo_tree.kernels.common.triton_launch import launch
 from ikbo_tree.kernels.common.triton_lib import dot_precision
 from ikbo_tree.kernels.target_attention.config import Config, attention_config
@@ -25,7 +25,6 @@ from ikbo_tree.kernels.target_attention.triton_groups import (
     groups,
     own_tiles,
     owners,
-    processors,
     single,
 )
 from ikbo_tree.kernels.target_attention.triton_key_gradients import (
@@ -367,7 +366,7 @@ def _share(k: Tensor, sizes: Sizes, items: int, slot: int) -> tuple[int, int, Te
 
     Makes no difference to any bits.
     """
-    running = 2 * processors(k.device)
+    running = 2 * multiprocessors(k.device)
     splits, slots = 1, 0
     if sizes.rows * sizes.n_seed > sizes.config.piece:
         few = items < running and items * sizes.config.pieces * slot <= WORKSPACE

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -19,15 +17,6 @@ from ikbo_tree.kernels.target_attention.memories import Memory
 
 MOST = 4
 """Memories that a launch can take."""
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a device; a few for the CPU, where kernels are only tested."""
-    if device.type != "cuda":
-        return 4
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
 
 
 @dataclass(frozen=True)

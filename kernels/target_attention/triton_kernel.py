@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ikbo_tree.kernels.common.gemm_forms import multiprocessors
 from ikbo_tree.kernels.common.triton_launch import launch
 from ikbo_tree.kernels.common.triton_lib import guard, refused
 from ikbo_tree.kernels.target_attention import triton_backward
@@ -25,7 +26,6 @@ from ikbo_tree.kernels.target_attention.triton_groups import (
     dense,
     descriptors,
     groups,
-    processors,
 )
 
 WIDEST = 256
@@ -211,7 +211,7 @@ def _splits(q: Tensor, programs: int, slots: int, bytes_each: int) -> tuple[int,
 
     Makes no difference to any bits.
     """
-    wanted = 4 * processors(q.device)
+    wanted = 4 * multiprocessors(q.device)
     splits = min(slots, -(-wanted // programs)) if 2 * programs < wanted else 1
     bytes_all = programs * slots * bytes_each
     if splits < 2 or bytes_all > WORKSPACE:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import datetime
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import torch
-import triton
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from ikbo_tree import tuning
-from ikbo_tree.kernels.common.tuned import VARIABLE
+from ikbo_tree.kernels.common import tuned
 from ikbo_tree.tree import BroadcastTree
 
 OPS = ("linear", "linear_compression", "target_attention")
@@ -59,7 +59,7 @@ def tune(
     known = json.loads(out.read_text())["tiles"] if out.exists() else {}
     table = Table("call", "frozen ms", "best ms", "of", "tile")
     for question in questions:
-        found = tuning.answer(question, _milliseconds)
+        found = tuning.answer(question, tuned.milliseconds)
         known[question.key] = {
             **found.fields, "median_ms": found.best_ms, "frozen_ms": found.frozen_ms
         }  # fmt: skip
@@ -69,20 +69,13 @@ def tune(
     content = {
         "device": torch.cuda.get_device_name(),
         "date": datetime.date.today().isoformat(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+        "versions": {"torch": torch.__version__, "triton": version("triton")},
         "tiles": known,
     }
     out.write_text(json.dumps(content, indent=1) + "\n")
     console = Console()
     console.print(table)
-    console.print(f"written to {out}; use it by {VARIABLE}={out}", soft_wrap=True)
-
-
-def _milliseconds(call: object) -> float:
-    from triton.testing import do_bench
-
-    median: float = do_bench(call, warmup=5, rep=50, return_mode="median")
-    return median
+    console.print(f"written to {out}; use it by {tuned.VARIABLE}={out}", soft_wrap=True)
 
 
 def _tree(items: int, ratio: int, levels: int) -> BroadcastTree:

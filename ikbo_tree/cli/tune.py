@@ -48,6 +48,8 @@ def tune(
         raise typer.BadParameter(f"must be one of {', '.join(DTYPES)}", param_hint="--dtype")
     if not torch.cuda.is_available():
         raise typer.BadParameter("needs a GPU; torch finds none")
+    from ikbo_tree.kernels.common.triton_timing import milliseconds
+
     widths, chosen = [int(width) for width in k.split(",")], getattr(torch, dtype)
     tree = _tree(items, ratio, len(widths))
     if op == "target_attention":
@@ -59,7 +61,7 @@ def tune(
     known = json.loads(out.read_text())["tiles"] if out.exists() else {}
     table = Table("call", "frozen ms", "best ms", "of", "tile")
     for question in questions:
-        found = tuning.answer(question, tuned.milliseconds)
+        found = tuning.answer(question, milliseconds)
         known[question.key] = {
             **found.fields, "median_ms": found.best_ms, "frozen_ms": found.frozen_ms
         }  # fmt: skip

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,6 @@ def override(key: str, fields: Fields) -> Iterator[None]:
         yield
     finally:
         del _overridden[key]
-
-
-def milliseconds(call: Callable[[], object]) -> float:
-    """The median time of a call on the current GPU, with a cold L2 cache."""
-    from triton.testing import do_bench
-
-    median: float = do_bench(call, warmup=5, rep=50, return_mode="median")
-    return median
 
 
 @functools.cache

@@ -19,9 +19,13 @@ from ikbo_tree.kernels.target_attention.memories import collect
 IMPLEMENTATIONS = dispatch.Implementations(
     "target_attention",
     __package__,
-    {"reference": "reference", "torch": "torch_impl", "triton": "triton_kernel"},
-    # Triton joins "cuda" here when all of its GPU tests pass; until then it must be asked for.
-    {"default": ("torch",)},
+    {
+        "reference": "reference",
+        "torch": "torch_impl",
+        "triton": "triton_kernel",
+        "gluon": "gluon_sm90",
+    },
+    {"cuda": ("gluon", "triton", "torch"), "default": ("torch",)},
 )
 
 _ARGUMENTS = (

@@ -208,9 +208,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--forward-only", action="store_true")
+    parser.add_argument("--topic", default="attention", help="begins the name of the results file")
     options = parser.parse_args()
     peers = ("flash-attn-4", "flashinfer-python", "fbtriton")
-    results = Results("attention", device_name(), peers=peers)
+    results = Results(options.topic, device_name(), peers=peers)
     results.ceilings = cuda_ceilings()
     print(results.device, results.ceilings, flush=True)
     for name in options.workload or known:

@@ -227,8 +227,9 @@ def main() -> None:
     )
     parser.add_argument("--dtype", choices=list(DTYPES), default="float16")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--topic", default="lce", help="begins the name of the results file")
     options = parser.parse_args()
-    results = Results("lce", device_name(), peers=("fbtriton",))
+    results = Results(options.topic, device_name(), peers=("fbtriton",))
     results.ceilings = cuda_ceilings()
     print(results.device, results.ceilings, flush=True)
     for workload in options.workload:

@@ -9,9 +9,13 @@ from ikbo_tree.kernels.common import dispatch, stages
 IMPLEMENTATIONS = dispatch.Implementations(
     "linear_compression",
     __package__,
-    {"reference": "reference", "torch": "torch_impl", "triton": "triton_kernel"},
-    # Triton joins "cuda" here when all of its GPU tests pass; until then it must be asked for.
-    {"default": ("torch",)},
+    {
+        "reference": "reference",
+        "torch": "torch_impl",
+        "triton": "triton_kernel",
+        "gluon": "gluon_sm90",
+    },
+    {"cuda": ("triton", "torch"), "default": ("torch",)},
 )
 
 

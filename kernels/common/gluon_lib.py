@@ -50,16 +50,22 @@ def claim(counter_ptr):
 
 
 @gluon.jit
-def ticket(claimed):
-    """The ticket that `claim` asked for, in every lane."""
+def first_lane(value):
+    """The first lane's value of an int32, in every lane; to the compilers a value of its own."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;",
         "=r,r",
-        [claimed],
+        [value],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def ticket(claimed):
+    """The ticket that `claim` asked for, in every lane."""
+    return first_lane(claimed)
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ from ikbo_tree.kernels.common.gluon_fragments import (
     load_fragment,
     store_fragment,
 )
-from ikbo_tree.kernels.common.gluon_lib import await_flag, cta_sync, tma_store
+from ikbo_tree.kernels.common.gluon_lib import await_flag, cta_sync, first_lane, tma_store
 from ikbo_tree.kernels.linear_compression.gluon_config import BK
 from ikbo_tree.kernels.linear_compression.gluon_mail import END, receive
 from ikbo_tree.kernels.linear_compression.gluon_producer import flag_at
@@ -68,6 +68,9 @@ def consume(
             if (bits & 2) == 2:
                 held, following = _tile(C, args, message, state, BN, FORM)
             else:
+                # Where both branches computed the same addresses, ptxas 12.8 left a part of the
+                # descriptors out of this one, which then multiplied whatever lay elsewhere.
+                state = (first_lane(step), held, number)
                 held, following = _tile(C, args, message, state, BN // 2, FORM)
         step += steps
         number += 1

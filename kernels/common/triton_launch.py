@@ -25,8 +25,8 @@ _Fact = Callable[[Any], Any]
 
 
 def _integer(value: int) -> Any:
-    """1, a multiple of 16, or any other; and whether it has 32 bits."""
-    kind = value if value == 1 else value % 16 == 0
+    """1 (as 2: True is 1 to a dict), a multiple of 16, or any other; and whether it has 32 bits."""
+    kind = 2 if value == 1 else value % 16 == 0
     return kind, -_WORD <= value < _WORD
 
 

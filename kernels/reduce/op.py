@@ -85,7 +85,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    maps, rest = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    saved = ctx.saved_tensors  # activation checkpointing computes anew at each look
+    maps, rest = saved[:5], saved[5:]
     if ctx.op in ("sum", "mean"):
         # Ops with derivatives themselves: sums and means differentiate any number of times.
         if ctx.op == "mean":

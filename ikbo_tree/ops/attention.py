@@ -110,8 +110,8 @@ def target_attention(
     [1.5, 1.5, 4.0]
     """
     checked_name(impl)
-    _check_queries("q", q, tree, level)
-    named = _named(memories)
+    check_queries("q", q, tree, level)
+    named = named_memories(memories)
     tree.chain("memories", [memory.level for memory in named.values()], level)
     checked = [checked_memory(name, memory, q, tree) for name, memory in named.items()]
     first = named[next(iter(named))]
@@ -137,7 +137,7 @@ def target_attention(
         [None if route is None else route.offsets for route in routes],
         [None if route is None else route.order for route in routes],
         tree.live(level),
-        _scale(scale, q),
+        default_scale(scale, q),
         impl,
     )
     return (o, lse) if return_lse else o
@@ -191,7 +191,7 @@ def self_target_attention(
         UnsupportedError: `impl` cannot run this call.
     """
     checked_name(impl)
-    _check_queries("q", q, tree, level)
+    check_queries("q", q, tree, level)
     tree.chain("of", [of], level)
     memory = checked_memory("", Memory(of, k, v, lengths, offsets), q, tree)
     expected = (*k.shape[:-2], *q.shape[2:])
@@ -211,13 +211,13 @@ def self_target_attention(
         tree.live(level),
         tree.live(of),
         causal,
-        _scale(scale, q),
+        default_scale(scale, q),
         impl,
     )
     return results if return_lse else results[:2]
 
 
-def _named(
+def named_memories(
     memories: Mapping[str, tuple[Tensor, Tensor]] | Sequence[Memory],
 ) -> dict[str, Memory]:
     """The memories by what their caller would call them."""
@@ -230,7 +230,8 @@ def _named(
     return named
 
 
-def _check_queries(argument: str, q: Tensor, tree: BroadcastTree, level: str) -> None:
+def check_queries(argument: str, q: Tensor, tree: BroadcastTree, level: str) -> None:
+    """Raises TypeError or TreeError where q is not [rows of `level`, n_seed, H, D]."""
     tree.structure.at("level", level)
     if q.dtype not in FLOATS:
         raise TypeError(f"{argument} must be float64, float32, float16 or bfloat16; got {q.dtype}")
@@ -248,5 +249,6 @@ def _check_plan(plan: Plan, tree: BroadcastTree, level: str) -> None:
         raise TreeError("plan", rule, f"one with {plan.rows}")
 
 
-def _scale(scale: float | None, q: Tensor) -> float:
+def default_scale(scale: float | None, q: Tensor) -> float:
+    """The factor of the scores: 1 / sqrt(D) where none is given."""
     return float(q.shape[-1]) ** -0.5 if scale is None else float(scale)

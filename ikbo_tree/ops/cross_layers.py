@@ -12,13 +12,8 @@ from torch import Tensor
 from ikbo_tree.errors import TreeError
 from ikbo_tree.kernels.common.dispatch import checked_name
 from ikbo_tree.kernels.common.routes import zero_dead_rows
-from ikbo_tree.ops.elementwise import (
-    check_rows,
-    entering,
-    joins,
-    raised,
-    widened,
-)
+from ikbo_tree.ops.checks import check_rows
+from ikbo_tree.ops.crossing import entering, joins, raised, widened
 from ikbo_tree.ops.linear import linear
 from ikbo_tree.ops.memories import shape_of
 from ikbo_tree.tree import BroadcastTree

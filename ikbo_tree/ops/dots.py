@@ -16,11 +16,7 @@ from torch.autograd.function import once_differentiable
 from ikbo_tree.kernels.broadcast.op import broadcast as _broadcast
 from ikbo_tree.kernels.common.routes import Route
 from ikbo_tree.kernels.reduce.op import reduce as _reduce
-from ikbo_tree.ops.elementwise import (
-    on_host,
-    untraced,
-    widened,
-)
+from ikbo_tree.ops.crossing import on_host, untraced, widened
 
 CHUNK = 1 << 18
 """Elements of products that are held at once on a CPU for each thread: they stay in its cache."""
@@ -48,7 +44,6 @@ class _Columns(NamedTuple):
     used: Sequence[Sequence[Any]]
 
 
-@torch.compiler.assume_constant_result
 def _positions(owners: tuple[int, ...], n: int, order: str, itself: bool) -> _Columns:
     """The level of each field in the flat order decides all; as tuples of numbers."""
     size, at = len(owners), np.asarray(owners)
@@ -81,6 +76,10 @@ def _positions(owners: tuple[int, ...], n: int, order: str, itself: bool) -> _Co
         taken.append(tuple(places.tolist()))
         used.append(tuple(blocks))
     return _Columns(tuple(taken), tuple(tuple(x.tolist()) for x in passed), tuple(used))
+
+
+# What torch.compiler.assume_constant_result does, which imports the compiler (and Triton) for it.
+_positions._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _columns(
@@ -126,8 +125,9 @@ class Dots(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the fields."""
-        call = _Call(*ctx.options, *ctx.saved_tensors)
-        rest = len(ctx.saved_tensors) - call.n
+        tensors = ctx.saved_tensors  # once: checkpointing unpacks them no second time
+        call = _Call(*ctx.options, *tensors)
+        rest = len(tensors) - call.n
         return *[None] * 5, *call.backward(grad), *[None] * rest
 
 

@@ -8,20 +8,16 @@ finest level.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from ikbo_tree.errors import TreeError, UnsupportedError
-from ikbo_tree.kernels.broadcast.op import broadcast as _broadcast
-from ikbo_tree.kernels.common import dispatch
+from ikbo_tree.kernels.common.dispatch import checked_name
 from ikbo_tree.kernels.common.routes import zero_dead_rows
-from ikbo_tree.kernels.common.stages import accumulator
-from ikbo_tree.kernels.reduce.op import reduce as _reduce
 from ikbo_tree.ops import segments
-from ikbo_tree.ops.memories import FLOATS, shape_of
+from ikbo_tree.ops.checks import check_rows, check_trailing
+from ikbo_tree.ops.crossing import added, entering, joins, raised, scaled, widened
 from ikbo_tree.tree import BroadcastTree
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -78,7 +74,7 @@ def add(
             own = widened(own)
         for producer, x in zip(producers, handed, strict=True):
             gathered = segments.broadcast(x, tree=tree, level=producer, to=name, impl=impl)
-            own = gathered if own is None else _added(gathered, own)
+            own = gathered if own is None else added(gathered, own)
         assert own is not None
         partial[name] = own
     out = partial[last].to(dtype)
@@ -230,124 +226,8 @@ def film(
         _checked_pair("shift", x, shift, tree, level, of, impl)
     out = _times(x, widened(scale) if shift is not None else scale, tree, level, of, impl)
     if shift is not None:
-        out = _added(out, raised(widened(shift), tree=tree, level=of, to=finest, impl=impl))
+        out = added(out, raised(widened(shift), tree=tree, level=of, to=finest, impl=impl))
     return zero_dead_rows(out.to(x.dtype), tree.live(finest))
-
-
-def in_force(impl: str) -> str:
-    """What backward shall use too; a traced program reads the context when it runs."""
-    return impl if torch.compiler.is_compiling() else dispatch.in_force(impl)
-
-
-def on_host(x: Tensor) -> bool:
-    """Whether work may be cut up by what maps hold: no device to wait for, and nothing traced."""
-    return x.device.type == "cpu" and untraced(x)
-
-
-def untraced(x: Tensor) -> bool:
-    """Whether `x` is a real tensor in an eager program."""
-    return not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter)
-
-
-def check_plain(impl: str, op: str) -> None:
-    """Raises an UnsupportedError where a kernel is asked for and plain torch alone would run."""
-    if in_force(impl) not in ("auto", "reference", "torch"):
-        raise UnsupportedError(in_force(impl), op, "it has no such implementation")
-
-
-def widened(x: Tensor) -> Tensor:
-    """`x` in the dtype that ops calculate in: float64 as it is, all else as float32."""
-    return x.to(accumulator(x.dtype))
-
-
-def entering(x: Tensor, *, tree: BroadcastTree, level: str, to: str) -> Tensor:
-    """`x` with zeros in the rows that no row of `to` depends on: dead and childless ones.
-
-    A gradient of 0 times what such a row holds, or what it meets there, could be NaN (contracts 3,
-    5 and 9); the gradient of this selection is 0 instead.
-    """
-    route = None if level == to else tree.route(to, level)
-    if route is None:
-        return zero_dead_rows(x, tree.live(level))
-    used = (route.offsets.diff() > 0).view(-1, *[1] * (x.dim() - 1))
-    return torch.where(used, x, x.new_zeros(()))
-
-
-def raised(x: Tensor, *, tree: BroadcastTree, level: str, to: str, impl: str) -> Tensor:
-    """`broadcast`, but `x` itself where it lies at `to` already."""
-    if level == to:
-        return x
-    return segments.broadcast(x, tree=tree, level=level, to=to, impl=impl)
-
-
-def scaled(
-    fine: Tensor, coarse: Tensor, *, tree: BroadcastTree, level: str, of: str, impl: str
-) -> Tensor:
-    """`fine * broadcast(coarse)`, in the wider of their dtypes, that keeps nothing but the two.
-
-    Args:
-        fine: [rows of `level`, ...]; dead rows are read, and what comes of them is not zero.
-        coarse: [rows of `of`, ...], of as many dims.
-        tree: the tree.
-        level: the finer level.
-        of: a level above it, or a table reached from it; not `level` itself.
-        impl: of the tree ops inside.
-    """
-    route = tree.route(level, of)
-    assert route is not None
-    out: Tensor = _Scaled.apply(fine, coarse, *route, in_force(impl))  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Scaled(torch.autograd.Function):
-    """Its own backward, since autograd's would keep the gathered copy of `coarse`."""
-
-    @staticmethod
-    def forward(fine: Tensor, coarse: Tensor, *rest: Any) -> Tensor:
-        return _product(fine, _broadcast(coarse, *rest))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.impl = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        fine, coarse, *maps = ctx.saved_tensors
-        grad = widened(grad)
-        d_fine = d_coarse = None
-        if ctx.needs_input_grad[0]:
-            product = grad * _broadcast(coarse, *maps, ctx.impl)
-            d_fine = _summed_like(product, fine).to(fine.dtype)
-        if ctx.needs_input_grad[1]:
-            product = _summed_like(grad * fine, coarse)
-            d_coarse = _reduce(product, *maps, "sum", ctx.impl).to(coarse.dtype)
-        return d_fine, d_coarse, *[None] * 6
-
-
-def _product(fine: Tensor, gathered: Tensor) -> Tensor:
-    return gathered.mul_(fine) if _fits(gathered, fine) else gathered * fine
-
-
-def _added(fresh: Tensor, x: Tensor) -> Tensor:
-    return fresh.add_(x) if _fits(fresh, x) else fresh + x
-
-
-def _fits(fresh: Tensor, x: Tensor) -> bool:
-    """Whether the memory of `fresh` can take an elementwise result of the two.
-
-    Autograd allows no writing to what an op's body made as a view.
-    """
-    if torch.is_grad_enabled() and (fresh.requires_grad or x.requires_grad):
-        return False
-    shape = torch.broadcast_shapes(fresh.shape, x.shape)
-    return fresh.shape == shape and fresh.dtype == torch.promote_types(fresh.dtype, x.dtype)
-
-
-def _summed_like(x: Tensor, like: Tensor) -> Tensor:
-    """Summed over the trailing dims in which `like` was broadcast; rows stay."""
-    dims = [d for d in range(1, x.dim()) if like.shape[d] != x.shape[d]]
-    return x.sum(dims, keepdim=True) if dims else x
 
 
 def _times(
@@ -379,44 +259,13 @@ def _checked(
     inputs: Mapping[str, Tensor], tree: BroadcastTree, level: str | None, impl: str
 ) -> list[tuple[str, list[str]]]:
     """The names coarse first, the result's level last, each with those that hand to it."""
-    dispatch.checked_name(impl)
+    checked_name(impl)
     steps = joins("inputs", tuple(inputs), tree, level)
     like = next(iter(inputs.values()))
     for name, x in inputs.items():
         check_rows(f'inputs["{name}"]', x, like, tree, name)
-    _check_trailing(f"inputs of {list(inputs)}", list(inputs.values()))
+    check_trailing(f"inputs of {list(inputs)}", list(inputs.values()))
     return steps
-
-
-def joins(
-    argument: str, names: Sequence[str], tree: BroadcastTree, level: str | None
-) -> list[tuple[str, list[str]]]:
-    """How partial results travel down: for each name, coarse first, who hands its own to it.
-
-    A level hands to the next finer one named, a table to the level behind it (`TreeMaps.chain`).
-
-    Raises:
-        TreeError: an unknown name, no name at all, or levels on different branches.
-    """
-    chain = tree.chain(argument, names, level)
-    producers: dict[str, list[str]] = {name: [] for name in chain}
-    for at, name in enumerate(chain[:-1]):
-        producers[next(n for n in chain[at + 1 :] if n not in tree.tables)].append(name)
-    return list(producers.items())
-
-
-def check_float(argument: str, x: Tensor) -> None:
-    """Raises a TypeError unless `x` is of a dtype that ops calculate with."""
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{argument} must be float64, float32, float16 or bfloat16; got {x.dtype}")
-
-
-def check_rows(argument: str, x: Tensor, like: Tensor, tree: BroadcastTree, name: str) -> None:
-    """Raises unless `x` is a float tensor like `like` with the rows of a level or table."""
-    check_float(argument, x)
-    if x.dtype != like.dtype:
-        raise TypeError(f"{argument} must be {like.dtype} like the first operand; got {x.dtype}")
-    tree.check(argument, x, name)
 
 
 def _checked_pair(
@@ -429,27 +278,12 @@ def _checked_pair(
     impl: str,
 ) -> str:
     """The finer level of two operands that fit each other."""
-    dispatch.checked_name(impl)
+    checked_name(impl)
     finest = _finer(tree, level, of)
     check_rows("x", x, x, tree, level)
     check_rows(argument, other, x, tree, of)
-    _check_trailing(argument, [x, other])
+    check_trailing(argument, [x, other])
     return finest
-
-
-def _check_trailing(argument: str, tensors: Sequence[Tensor]) -> None:
-    sizes = list(tensors[0].shape[1:])
-    for x in tensors[1:]:
-        fits = x.dim() == len(sizes) + 1 and all(
-            size == other or size == 1 or other == 1
-            for size, other in zip(sizes, x.shape[1:], strict=True)
-        )
-        if not fits:
-            rule = f"must broadcast with {sizes} beyond dim 0, in as many dims"
-            raise TreeError(argument, rule, shape_of(x))
-        sizes = [
-            other if size == 1 else size for size, other in zip(sizes, x.shape[1:], strict=True)
-        ]
 
 
 def _unaliased(out: Tensor, x: Tensor | None) -> Tensor:

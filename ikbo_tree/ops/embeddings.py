@@ -1,8 +1,9 @@
-"""Embedding look-ups whose gradient is summed in a fixed order."""
+"""Embedding look-ups whose gradient is summed in a fixed order, in float32."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from ikbo_tree.errors import TreeError
 from ikbo_tree.kernels.broadcast.op import broadcast as _broadcast
 from ikbo_tree.kernels.common.dispatch import checked_name
 from ikbo_tree.kernels.common.routes import zero_dead_rows
-from ikbo_tree.ops.elementwise import check_float, on_host
+from ikbo_tree.ops.checks import check_float, in_force
+from ikbo_tree.ops.crossing import on_host, widened
 from ikbo_tree.ops.memories import shape_of
 from ikbo_tree.tree import BroadcastTree
 
@@ -22,10 +24,10 @@ def embedding(
     *,
     tree: BroadcastTree,
     level: str,
-    unique: bool = True,
+    unique: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """Rows of an embedding table, each distinct id looked up once, at the ids' own level.
+    """Rows of an embedding table, looked up at the ids' own level.
 
     A look-up is a broadcast from the table's rows to those that name them, and its gradient the sum
     over each id's rows, in the order of those rows: the same bits in every run, summed in float32.
@@ -40,7 +42,8 @@ def embedding(
         unique: look up distinct ids alone, then copy to all rows that have them: less is read from
             a table that is far away, and no more than the distinct rows is summed. It finds the
             ids by sorting, and on CUDA waits for their number; a traced program, where that number
-            is not known, looks up all. Values are the same either way.
+            is not known, looks up all. Values are the same either way. Off by default: from memory
+            that the device reads itself, sorting costs more than reading a row again.
         impl: of the tree ops inside: `"auto"`, `"reference"`, `"torch"`, ...
 
     Returns:
@@ -69,6 +72,8 @@ def embedding(
     if unique and weight.shape[0] and not torch.compiler.is_compiling():
         distinct, index = torch.unique(index, return_inverse=True)
         table = weight.index_select(0, distinct)
+    elif weight.shape[0] and all(map(on_host, (ids, weight))) and _plain(impl):
+        return zero_dead_rows(_looked_up(weight, index).view(*ids.shape, weight.shape[1]), live)
     dead = None
     if end is not None:
         dead = torch.arange(index.shape[0], device=index.device) >= end
@@ -85,6 +90,40 @@ def embedding(
         offsets = index.new_zeros((), dtype=torch.int32).expand(rows + 1)
     out: Tensor = _broadcast(table, index.to(torch.int32), offsets, order, end, None, impl)
     return out.view(*ids.shape, weight.shape[1])
+
+
+def _plain(impl: str) -> bool:
+    return in_force(impl) in ("auto", "torch")
+
+
+def _looked_up(weight: Tensor, index: Tensor) -> Tensor:
+    """[ids, D] on a CPU, where torch's own gradient adds the rows of each id one after another.
+
+    It does so in the dtype that it gets, so those of 16 bits are widened before.
+    """
+    if weight.dtype == widened(weight[:0]).dtype or not weight.requires_grad:
+        return torch.nn.functional.embedding(index, weight)
+    found: Tensor = _LookUp.apply(weight, index)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(weight: Tensor, index: Tensor) -> Tensor:
+        return weight.index_select(0, index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        weight, index = inputs
+        ctx.rows = weight.shape[0]
+        ctx.save_for_backward(index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = torch.ops.aten.embedding_dense_backward(
+            widened(grad), *ctx.saved_tensors, ctx.rows, -1, False
+        )
+        return total.to(grad.dtype), None
 
 
 def _check(ids: Tensor, weight: Tensor, tree: BroadcastTree, level: str) -> None:

@@ -10,18 +10,9 @@ from torch import Tensor
 from ikbo_tree.errors import TreeError
 from ikbo_tree.kernels.common.dispatch import checked_name
 from ikbo_tree.kernels.common.routes import zero_dead_rows
+from ikbo_tree.ops.checks import check_plain, check_rows, in_force
+from ikbo_tree.ops.crossing import entering, joins, on_host, raised, scaled, widened
 from ikbo_tree.ops.dots import Dots
-from ikbo_tree.ops.elementwise import (
-    check_plain,
-    check_rows,
-    entering,
-    in_force,
-    joins,
-    on_host,
-    raised,
-    scaled,
-    widened,
-)
 from ikbo_tree.ops.memories import shape_of
 from ikbo_tree.tree import BroadcastTree
 

@@ -2,7 +2,8 @@
 
 What is normalised is the concatenation of all levels' features, at the rows of the finest. Its
 statistics come from each level's own, taken once a row and merged on the way down: two numbers a
-row travel, not its features.
+row travel, not its features. Not so on a CPU, where a piece of the concatenation fits its cache and
+another pass over it costs less than calls of torch for each level.
 
 The result is the concatenation and not one part a level, because nothing of it is coarse any more:
 the mean and the deviation of a row are the finest level's, for the user's features too. So a linear
@@ -13,7 +14,7 @@ only have to be put side by side for it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,21 +25,14 @@ from ikbo_tree.kernels.broadcast.op import broadcast as _broadcast
 from ikbo_tree.kernels.common.dispatch import checked_name
 from ikbo_tree.kernels.common.routes import Route, zero_dead_rows
 from ikbo_tree.kernels.reduce.op import reduce as _reduce
-from ikbo_tree.ops.elementwise import (
-    check_plain,
-    check_rows,
-    entering,
-    in_force,
-    joins,
-    on_host,
-    raised,
-    widened,
-)
+from ikbo_tree.ops.checks import check_plain, check_rows, in_force
+from ikbo_tree.ops.crossing import entering, joins, on_host, raised, widened
 from ikbo_tree.ops.memories import shape_of
 from ikbo_tree.tree import BroadcastTree
 
-CHUNK = 1 << 18
-"""Elements of the result that are worked on at once on a CPU for each thread, in its cache."""
+CHUNK = 1 << 19
+"""Elements of the result that are worked on at once on a CPU for each thread, in its cache; up to
+twice as many are left whole."""
 
 
 def layer_norm(
@@ -54,7 +48,8 @@ def layer_norm(
     """`LayerNorm` over the concatenation of all levels' features.
 
     Means and sums of squared deviations of the levels are merged pairwise (Chan, Golub, LeVeque),
-    never as a difference of squares, so that a mean far larger than the deviation does no harm.
+    never as a difference of squares, so that a mean far larger than the deviation does no harm. (On
+    a CPU the statistics are those of torch's own kernel, piece by piece.)
 
     Args:
         inputs: for each level or table x [rows, K_l]. The concatenation has them in the mapping's
@@ -85,6 +80,9 @@ def layer_norm(
     widths, steps = _checked(inputs, weight, bias, tree, level, impl)
     last = steps[-1][0]
     parts = {n: entering(x, tree=tree, level=n, to=last) for n, x in inputs.items()}
+    options = _Options(len(parts), in_force(impl), eps, centred=True)
+    if on_host(next(iter(parts.values()))):
+        return _normalised(parts, None, None, weight, bias, tree, last, options)
     with torch.no_grad():
         found: dict[str, tuple[int, Tensor]] = {}
         for name, producers in steps:
@@ -103,7 +101,7 @@ def layer_norm(
         total, statistics = found[last]
         mean, square = statistics.unbind(1)
         rstd = torch.rsqrt(square / total + eps)
-    return _normalised(parts, mean.contiguous(), rstd, weight, bias, tree, last, impl)
+    return _normalised(parts, mean.contiguous(), rstd, weight, bias, tree, last, options)
 
 
 def rms_norm(
@@ -141,6 +139,9 @@ def rms_norm(
     widths, steps = _checked(inputs, weight, None, tree, level, impl)
     last = steps[-1][0]
     parts = {n: entering(x, tree=tree, level=n, to=last) for n, x in inputs.items()}
+    options = _Options(len(parts), in_force(impl), eps, centred=False)
+    if on_host(next(iter(parts.values()))):
+        return _normalised(parts, None, None, weight, None, tree, last, options)
     with torch.no_grad():
         found: dict[str, Tensor] = {}
         for name, producers in steps:
@@ -150,7 +151,7 @@ def rms_norm(
                 squares.append(raised(above, tree=tree, level=producer, to=name, impl=impl))
             found[name] = torch.stack(squares).sum(0)
         rstd = torch.rsqrt(found[last] / sum(widths.values()) + eps)
-    return _normalised(parts, None, rstd, weight, None, tree, last, impl)
+    return _normalised(parts, None, rstd, weight, None, tree, last, options)
 
 
 def _merged(parts: list[tuple[int, Tensor]]) -> tuple[int, Tensor]:
@@ -168,87 +169,136 @@ def _merged(parts: list[tuple[int, Tensor]]) -> tuple[int, Tensor]:
     return count, total
 
 
+class _Options(NamedTuple):
+    """What is the same for all rows.
+
+    Attributes:
+        n: number of parts.
+        impl: of the tree ops inside.
+        eps: added to the variance or mean of squares.
+        centred: whether the mean is taken away.
+    """
+
+    n: int
+    impl: str
+    eps: float
+    centred: bool
+
+
 def _normalised(
     parts: Mapping[str, Tensor],
     mean: Tensor | None,
-    rstd: Tensor,
+    rstd: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     tree: BroadcastTree,
     last: str,
-    impl: str,
+    options: _Options,
 ) -> Tensor:
     maps: list[Tensor | None] = []
     for name in parts:
         route = tree.route(last, name)
         maps += [None] * 5 if route is None else [*route]
-    # Without an eps that of dead rows is infinite.
-    rstd = zero_dead_rows(rstd, tree.live(last))
-    out: Tensor = _Normalised.apply(  # type: ignore[no-untyped-call]
-        len(parts), in_force(impl), mean, rstd, weight, bias, *parts.values(), *maps
+    live = tree.live(last)
+    if rstd is not None:
+        # Without an eps that of dead rows is infinite.
+        rstd = zero_dead_rows(rstd, live)
+    out: Tensor | tuple[Tensor, ...] = _Normalised.apply(  # type: ignore[no-untyped-call]
+        options, live, mean, rstd, weight, bias, *parts.values(), *maps
     )
-    return zero_dead_rows(out, tree.live(last))
+    return zero_dead_rows(out[0] if isinstance(out, tuple) else out, live)
 
 
 class _Normalised(torch.autograd.Function):
-    """`(x - mean) * rstd * weight + bias` of n parts side by side, whose mean and rstd are given.
+    """`(x - mean) * rstd * weight + bias` of n parts side by side.
 
-    Arguments: n, impl, mean [rows] (or None), rstd [rows], weight, bias (or None), n parts, and n
-    times the maps from the result's rows to the part's (or None). Gradients are the parts' in all,
-    through mean and rstd too.
+    Arguments: options, live rows (or None), mean [rows] (or None), rstd [rows], weight, bias (or
+    None), n parts, and n times the maps from the result's rows to the part's (or None). Gradients
+    are the parts' in all, through mean and rstd too. On a CPU rstd is None: the statistics are
+    found here, and come back behind the result.
     """
 
     @staticmethod
-    def forward(n: int, impl: str, *tensors: Any) -> Tensor:
-        call = _Call(n, impl, tensors)
-        out: Tensor = call.parts[0].new_empty((call.rstd.shape[0], sum(call.widths)))
-        for piece in call.pieces():
-            # Where it can be, in place.
-            whole = out[piece] if call.host and out.dtype == call.rstd.dtype else None
-            part = call.joined(piece, whole)
-            part = part if call.mean is None else part.sub_(call.mean[piece].unsqueeze(1))
-            part = part.mul_(call.rstd[piece].unsqueeze(1))
-            part = part if call.weight is None else part.mul_(call.weight)
-            part = part if call.bias is None else part.add_(call.bias)
-            if not call.host:
-                return part.to(out.dtype)
-            if whole is None:
-                out[piece] = part
-        return out
+    def forward(options: _Options, live: Tensor | None, *tensors: Any) -> Any:
+        call = _Call(options, tensors)
+        if tensors[1] is None:
+            return call.normalise(live)
+        part = call.joined(slice(None))
+        part = part if call.mean is None else part.sub_(call.mean.unsqueeze(1))
+        part = part.mul_(call.rstd.unsqueeze(1))
+        part = part if call.weight is None else part.mul_(call.weight)
+        part = part if call.bias is None else part.add_(call.bias)
+        return part.to(call.parts[0].dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.n, ctx.impl, *tensors = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.options, _, *tensors = inputs
+        if isinstance(output, tuple):
+            _, tensors[1], *mean = output
+            tensors[0] = mean[0] if mean else None
+            ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = _Call(ctx.n, ctx.impl, ctx.saved_tensors).backward(grad)
-        return *[None] * 4, *found, *[None] * (5 * ctx.n)
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        found = _Call(ctx.options, ctx.saved_tensors).backward(grad)
+        return *[None] * 4, *found, *[None] * (5 * ctx.options.n)
 
 
 class _Call:
     """What both directions need of a call of `_Normalised`."""
 
-    def __init__(self, n: int, impl: str, tensors: Sequence[Any]) -> None:
+    def __init__(self, options: _Options, tensors: Sequence[Any]) -> None:
+        n = options.n
         self.mean, self.rstd, self.weight, self.bias = tensors[:4]
-        self.parts, maps, self.impl = tensors[4 : 4 + n], tensors[4 + n :], impl
+        self.parts, maps, self.options = tensors[4 : 4 + n], tensors[4 + n :], options
         self.widths = [part.shape[1] for part in self.parts]
         self.routes = [
             None if maps[5 * k] is None else Route(*maps[5 * k : 5 * k + 5]) for k in range(n)
         ]
-        self.host = on_host(self.rstd)
+        whole = next((i for i, route in enumerate(self.routes) if route is None), 0)
+        route = self.routes[whole]
+        self.rows = self.parts[whole].shape[0] if route is None else route.fine_rows
+        self.host = on_host(self.parts[0])
 
     def pieces(self) -> list[slice]:
         """All rows, cut on a CPU."""
         if not self.host:
             return [slice(None)]
         step = max(1, CHUNK * torch.get_num_threads() // sum(self.widths))
-        return [slice(at, at + step) for at in range(0, self.rstd.shape[0], step)]
+        if self.rows <= 2 * step:
+            return [slice(None)]
+        return [slice(at, at + step) for at in range(0, self.rows, step)]
 
-    def joined(self, piece: slice, out: Tensor | None = None) -> Tensor:
-        """[rows of the piece, K]: all parts side by side; in `out`, if given."""
+    def normalise(self, live: Tensor | None) -> tuple[Tensor, ...]:
+        """The result, rstd [rows] and, if it is taken away, the mean."""
+        pieces = self.pieces()
+        if len(pieces) == 1:
+            out, rstd, *mean = self.row_results(pieces[0])
+            return out, zero_dead_rows(rstd, live), *mean
+        like, dtype = self.parts[0], widened(self.parts[0][:0]).dtype
+        shape = self.rows, sum(self.widths)
+        whole = [like.new_empty(shape), *(like.new_empty(self.rows, dtype=dtype) for _ in range(2))]
+        for piece in pieces:
+            for x, part in zip(whole, self.row_results(piece), strict=False):
+                x[piece] = part
+        out, rstd, mean = whole
+        return (out, zero_dead_rows(rstd, live), mean)[: 2 + self.options.centred]
+
+    def row_results(self, piece: slice) -> tuple[Tensor, ...]:
+        """The same of a piece."""
+        x, (weight, bias) = self.joined(piece), map(_wide, (self.weight, self.bias))
+        dtype, width, eps = self.parts[0].dtype, x.shape[1], self.options.eps
+        if self.options.centred:
+            x, mean, rstd = torch.native_layer_norm(x, [width], weight, bias, eps)
+            return x.to(dtype), rstd.squeeze(1), mean.squeeze(1)
+        rstd = torch.linalg.vector_norm(x, dim=1).square_().div_(width).add_(eps).rsqrt_()
+        x = x.mul_(rstd.unsqueeze(1))
+        return (x if weight is None else x.mul_(weight)).to(dtype), rstd
+
+    def joined(self, piece: slice) -> Tensor:
+        """[rows of the piece, K]: all parts side by side."""
         parts = []
         for part, route in zip(self.parts, self.routes, strict=True):
             if route is None:
@@ -256,14 +306,14 @@ class _Call:
             elif self.host and part.shape[0]:
                 part = part.index_select(0, route.index[piece])
             else:
-                part = _broadcast(part, *route, self.impl)[piece]
+                part = _broadcast(part, *route, self.options.impl)[piece]
             parts.append(widened(part))
-        return torch.cat(parts, dim=1, out=out)
+        return torch.cat(parts, dim=1)
 
     def backward(self, grad: Tensor) -> list[Tensor | None]:
         """Gradients of weight, bias and the parts."""
         d_weight, d_bias = (self.rstd.new_zeros(sum(self.widths)) for _ in range(2))
-        fine = [self.rstd.new_zeros((self.rstd.shape[0], width)) for width in self.widths]
+        fine = [self.rstd.new_empty((self.rstd.shape[0], width)) for width in self.widths]
         for piece in self.pieces():
             dx, dw, db = self.row_gradients(widened(grad[piece]), piece)
             if dw is not None:
@@ -272,14 +322,13 @@ class _Call:
                 d_bias += db
             for whole, part in zip(fine, dx.split(self.widths, dim=1), strict=True):
                 whole[piece] = part
-        d_parts = [
-            (whole if route is None else _reduce(whole, *route, "sum", self.impl)).to(part.dtype)
-            for whole, route, part in zip(fine, self.routes, self.parts, strict=True)
-        ]
+        for at, route in enumerate(self.routes):
+            if route is not None:
+                fine[at] = _reduce(fine[at], *route, "sum", self.options.impl)
         return [
             None if self.weight is None else d_weight.to(self.weight.dtype),
             None if self.bias is None else d_bias.to(self.bias.dtype),
-            *d_parts,
+            *(x.to(part.dtype) for x, part in zip(fine, self.parts, strict=True)),
         ]
 
     def row_gradients(
@@ -287,13 +336,10 @@ class _Call:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Of a piece: the gradient of all parts side by side, of the weight and of the bias."""
         x, rstd = self.joined(piece), self.rstd[piece].unsqueeze(1)
-        weight = None if self.weight is None else widened(self.weight)
+        weight = _wide(self.weight)
         if self.mean is not None:
-            bias = None if self.bias is None else widened(self.bias)
-            mean, wants = (
-                self.mean[piece].unsqueeze(1),
-                [True, weight is not None, bias is not None],
-            )
+            bias, mean = _wide(self.bias), self.mean[piece].unsqueeze(1)
+            wants = [True, weight is not None, bias is not None]
             found: tuple[Tensor, Tensor | None, Tensor | None]
             found = torch.ops.aten.native_layer_norm_backward(
                 grad, x, x.shape[1:], mean, rstd, weight, bias, wants
@@ -304,6 +350,10 @@ class _Call:
         grad = grad if weight is None else grad * weight
         inner = (grad * x).sum(1, keepdim=True) / x.shape[1]
         return torch.addcmul(grad, x, inner, value=-1).mul_(rstd), d_weight, None
+
+
+def _wide(x: Tensor | None) -> Tensor | None:
+    return None if x is None else widened(x)
 
 
 def _checked(

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from ikbo_tree.errors import TreeError
 from ikbo_tree.kernels.common.dispatch import checked_name
-from ikbo_tree.kernels.common.routes import Route
+from ikbo_tree.kernels.common.routes import Route, zero_dead_rows
 from ikbo_tree.kernels.reduce.op import reduce as _reduce
 from ikbo_tree.kernels.target_attention.op import target_attention as _target_attention
-from ikbo_tree.ops.elementwise import check_float
+from ikbo_tree.ops.checks import check_float, in_force
+from ikbo_tree.ops.crossing import on_host, widened
+from ikbo_tree.ops.histories import Largest, Owned, Sum, Weighed
 from ikbo_tree.ops.memories import Memory, checked_lengths, checked_offsets, shape_of
 from ikbo_tree.tree import BroadcastTree
 
@@ -66,20 +68,27 @@ def pool(
     live = tree.live(level)
     if packed:
         bounds = checked_offsets("offsets", Memory(level, x, x, offsets=offsets), tree)
+        if _in_place(x, impl) and op != "max":
+            owned = Owned.packed(bounds, x.shape[0], tree.rows(level))
+            found: Tensor = Sum.apply(x, owned, op == "mean")  # type: ignore[no-untyped-call]
+            return found
         # What lies before the first offset is one more segment, of which nothing is kept.
         route = _packed_route(bounds, x.shape[0], live)
     else:
         rows, size = x.shape[:2]
         extent = checked_lengths("lengths", Memory(level, x, x, lengths=lengths), tree)
+        if _in_place(x, impl) and size:
+            owned = Owned.padded(extent, rows, size, tree.rows(level))
+            return zero_dead_rows(_pooled_padded(x, owned, op), live)
         if extent is None:
             extent = torch.full((rows,), size, dtype=torch.int32, device=x.device)
         # Each row has two segments, what it owns and what it does not.
         route = _padded_route(extent, size, live)
         x = x.flatten(0, 1)
     if op == "max":
-        owned = route.index > 0 if packed else route.index % 2 == 0
+        mask = route.index > 0 if packed else route.index % 2 == 0
         # The gradient of a segment's NaN is NaN, even where nothing of the segment is kept.
-        x = torch.where(owned.view(-1, *[1] * (x.dim() - 1)), x, x.new_zeros(()))
+        x = torch.where(mask.view(-1, *[1] * (x.dim() - 1)), x, x.new_zeros(()))
     out: Tensor = _reduce(x, *route, op, impl)
     pooled: Tensor = out[1:] if packed else out.unflatten(0, (rows, 2))[:, 0]
     return pooled
@@ -109,8 +118,9 @@ def attention_pool(
         level: the level or table whose rows own the histories.
         lengths: [rows], if padded; None: every row owns S.
         offsets: [rows + 1], if packed.
-        impl: of the attention inside, `"auto"`, `"reference"`, `"torch"`, ... On CUDA `"torch"`
-            waits for the device, as in `target_attention`.
+        impl: of the attention inside, `"auto"`, `"reference"`, `"torch"`, ... An eager program on a
+            CPU has plain products in place of it; on CUDA `"torch"` waits for the device, as in
+            `target_attention`.
 
     Returns:
         [rows of `level`, D], or with heads [rows, H, D], in `x`'s dtype, computed in float32
@@ -147,10 +157,37 @@ def attention_pool(
     memory = Memory(level, k, x, lengths, offsets)
     check = checked_offsets if packed else checked_lengths
     extent = check("offsets" if packed else "lengths", memory, tree)
+    if _in_place(x, impl):
+        live = tree.rows(level)
+        if packed:
+            assert extent is not None
+            owned = Owned.packed(extent, x.shape[0], live)
+        else:
+            owned = Owned.padded(extent, x.shape[0], x.shape[1], live)
+            x, scores = x.flatten(0, 1), scores.flatten(0, 1)
+        weighed: Tensor = Weighed.apply(x, scores, owned)[0]  # type: ignore[no-untyped-call]
+        return weighed[:, 0] if one_head else weighed
     own = ([None],) * 4  # neither mask nor maps: rows attend to what they own themselves
     arguments = (q, [k], [x], [scores], [0], [extent], *own, tree.live(level), 1.0, impl)
     pooled: Tensor = _target_attention(*arguments)[0][:, 0]
     return pooled[:, 0] if one_head else pooled
+
+
+def _pooled_padded(x: Tensor, owned: Owned, op: str) -> Tensor:
+    if owned.mask is None and op != "max":
+        wide = widened(x[:0]).dtype
+        return (x.mean(1, dtype=wide) if op == "mean" else x.sum(1, dtype=wide)).to(x.dtype)
+    found: Tensor
+    if op == "max":
+        found = Largest.apply(x, owned)  # type: ignore[no-untyped-call]
+        return found
+    found = Sum.apply(x.flatten(0, 1), owned, op == "mean")  # type: ignore[no-untyped-call]
+    return found
+
+
+def _in_place(x: Tensor, impl: str) -> bool:
+    """Whether the paths of `histories` may be taken."""
+    return on_host(x) and in_force(impl) in ("auto", "torch")
 
 
 def _check_history(

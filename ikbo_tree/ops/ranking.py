@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ikbo_tree.errors import TreeError
+from ikbo_tree.kernels.broadcast.op import broadcast as _broadcast
 from ikbo_tree.kernels.common.dispatch import checked_name
-from ikbo_tree.kernels.common.library import register
-from ikbo_tree.kernels.common.routes import zero_dead_rows
+from ikbo_tree.kernels.common.routes import Route, zero_dead_rows
+from ikbo_tree.kernels.common.segments import gather_rows, segment_sum
+from ikbo_tree.kernels.reduce.op import reduce as _reduce
+from ikbo_tree.kernels.reduce.torch_impl import exponentials
 from ikbo_tree.ops import segments
-from ikbo_tree.ops.elementwise import check_float, check_plain, raised, widened
+from ikbo_tree.ops.checks import check_float, check_plain, in_force
+from ikbo_tree.ops.crossing import on_host, widened
 from ikbo_tree.ops.memories import shape_of
+from ikbo_tree.ops.pairs import blocks, pairwise_logistic
 from ikbo_tree.tree import BroadcastTree
 
 REDUCTIONS = ("mean", "sum", "none")
-
-PAIRS = 1 << 18
-"""Pairs that are looked at in one call of torch: on a CPU they stay in its caches."""
 
 
 def segment_topk(
@@ -62,8 +63,14 @@ def segment_topk(
         raise TreeError("k", "must be at least 1", str(k))
     _check_scores("scores", scores, tree, level)
     check_float("scores", scores)
-    index, offsets = tree.ancestors(level, of=of), tree.offsets(level, of=of)
     rows, live = scores.shape[0], tree.live(level)
+    if rows and on_host(scores):
+        route = segments.checked_route(tree, level, of)
+        found, indices = _best_of_blocks(scores.detach(), k, route)
+        values = scores.index_select(0, indices.flatten().clamp(min=0)).view(indices.shape)
+        values = torch.where(found, values, float("-inf"))
+        return zero_dead_rows(values, tree.live(of)), zero_dead_rows(indices, tree.live(of))
+    index, offsets = tree.ancestors(level, of=of), tree.offsets(level, of=of)
     if live is not None:
         dead = torch.arange(rows, device=scores.device) >= live
         index = index.masked_fill(dead, offsets.shape[0])  # behind all segments
@@ -122,14 +129,11 @@ def listwise_softmax_loss(
     tensor(0.6931)
     """
     scores, labels = _lists(scores, labels, tree, level, reduction, impl)
-    total = _summed(scores, tree, level, of, impl, "logsumexp")
-    gap = raised(total, tree=tree, level=of, to=level, impl=impl) - scores
-    # What has been left out would be 0 times infinity.
-    gap = gap.masked_fill((scores == float("-inf")) & (labels == 0), 0)
-    losses = _summed(labels * gap, tree, level, of, impl)
+    route = segments.checked_route(tree, level, of)
+    losses: Tensor = _Listwise.apply(scores, labels, in_force(impl), *route)  # type: ignore[no-untyped-call]
     if reduction != "mean":
         return losses.sum() if reduction == "sum" else losses
-    positive = _summed((labels != 0).to(torch.int32), tree, level, of, impl)
+    positive = _Lists(route, in_force(impl)).sum((labels != 0).to(scores.dtype))
     return losses.sum() / (positive > 0).sum().clamp(min=1)
 
 
@@ -180,7 +184,7 @@ def pairwise_logistic_loss(
     offsets, live = tree.offsets(level, of=of), tree.live(level)
     if live is not None:
         offsets = torch.minimum(offsets, live)
-    rows, pairs = _pairs(scores, labels.detach(), offsets, tree.order(level, of=of))
+    rows, pairs = pairwise_logistic(scores, labels.detach(), offsets, tree.order(level, of=of))
     losses = _summed(rows, tree, level, of, impl)
     if reduction != "mean":
         return losses.sum() if reduction == "sum" else losses
@@ -209,107 +213,81 @@ def _check_scores(argument: str, x: Tensor, tree: BroadcastTree, level: str) -> 
     tree.check(argument, x, level)
 
 
-def _summed(
-    x: Tensor, tree: BroadcastTree, level: str, of: str, impl: str, op: str = "sum"
-) -> Tensor:
-    return segments.reduce(x, tree=tree, level=level, to=of, op=op, impl=impl)
+def _best_of_blocks(scores: Tensor, k: int, route: Route) -> tuple[Tensor, Tensor]:
+    """Which of [coarse, k] there are, and their rows, -1 where there are none; on a CPU."""
+    indices = torch.full((route.coarse_rows, k), -1)
+    for block in blocks(route.offsets, route.order, least=1):
+        best = torch.sort(block.take(scores, float("-inf")), dim=1, descending=True, stable=True)
+        # What is missing comes behind the equal values of what is there.
+        at = best.indices[:, :k]
+        there = block.there.gather(1, at)
+        indices[block.segments, : at.shape[1]] = block.rows.gather(1, at).masked_fill(~there, -1)
+    return indices >= 0, indices
 
 
-class _Block(NamedTuple):
-    """Some segments of like length: all pairs of `rows[:, anchors]` and `rows` are looked at.
+class _Listwise(torch.autograd.Function):
+    """Each list's loss from scores, labels, impl and the maps from rows to lists."""
 
-    Attributes:
-        rows: [segments, length], any row where a segment is shorter.
-        there: bool, likewise: false there.
-        anchors: some positions of the length.
-    """
+    @staticmethod
+    def forward(scores: Tensor, labels: Tensor, impl: str, *maps: Any) -> Tensor:
+        lists = _Lists(Route(*maps), impl)
+        return lists.sum(labels * lists.gaps(scores, labels)[0])
 
-    rows: Tensor
-    there: Tensor
-    anchors: slice
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        scores, labels, ctx.impl, *maps = inputs
+        ctx.save_for_backward(scores, labels, *maps)
 
-    def take(self, x: Tensor, fill: float) -> tuple[Tensor, Tensor]:
-        """Values [segments, anchors, 1] and [segments, 1, length], `fill` where none are."""
-        found = x[self.rows].masked_fill(~self.there, fill)
-        return found[:, self.anchors].unsqueeze(2), found.unsqueeze(1)
-
-    def put(self, out: Tensor, values: Tensor) -> None:
-        """Writes values [segments, anchors]."""
-        there = self.there[:, self.anchors]
-        out[self.rows[:, self.anchors][there]] = values[there]
-
-
-def _blocks(offsets: Tensor, order: Tensor | None) -> Iterator[_Block]:
-    """All segments of two rows or more, by the power of two that their length goes into."""
-    starts = offsets.cpu().numpy().astype(np.int64)
-    lengths = np.diff(starts)
-    sizes = np.where(lengths > 1, 2 ** np.ceil(np.log2(np.maximum(lengths, 1))), 0).astype(np.int64)
-    for size in np.unique(sizes[sizes > 0]).tolist():
-        some = np.flatnonzero(sizes == size)
-        step, anchors = max(1, PAIRS // size**2), max(1, min(size, PAIRS // size))
-        for first in range(0, len(some), step):
-            segment = some[first : first + step]
-            length = int(lengths[segment].max())
-            there = np.arange(length) < lengths[segment][:, None]
-            at = np.where(there, starts[segment][:, None] + np.arange(length), 0)
-            rows = torch.from_numpy(at).to(offsets.device)
-            rows = rows if order is None else order[rows]
-            mask = torch.from_numpy(there).to(offsets.device)
-            for low in range(0, length, anchors):
-                yield _Block(rows, mask, slice(low, min(low + anchors, length)))
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scores, labels, *maps = ctx.saved_tensors
+        lists = _Lists(Route(*maps), ctx.impl)
+        gap, left_out = lists.gaps(scores, labels)
+        grad = lists.spread(grad)
+        weight = grad * labels
+        p = gap.neg().exp_().masked_fill_(left_out, 0)
+        d_labels = grad * gap if ctx.needs_input_grad[1] else None
+        return p.mul_(lists.spread(lists.sum(weight))).sub_(weight), d_labels, *[None] * 6
 
 
-def _pairs_forward(
-    scores: Tensor, labels: Tensor, offsets: Tensor, order: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    losses, pairs = torch.zeros_like(scores), torch.zeros_like(scores, dtype=torch.int64)
-    for block in _blocks(offsets, order):
-        mine, other = block.take(scores, 0.0)
-        label, theirs = block.take(labels, float("nan"))
-        wins = label > theirs
-        terms = torch.nn.functional.logsigmoid(mine - other).neg_().masked_fill_(~wins, 0)
-        block.put(losses, terms.sum(2))
-        block.put(pairs, wins.sum(2))
-    return losses, pairs
+class _Lists(NamedTuple):
+    """Sums over lists and back; on a CPU without the dispatcher, which costs more than they do."""
+
+    route: Route
+    impl: str
+
+    def here(self, x: Tensor) -> bool:
+        """Whether plain torch is called at once."""
+        return on_host(x) and self.impl in ("auto", "torch")
+
+    def sum(self, x: Tensor) -> Tensor:
+        """[lists] from [rows]."""
+        if self.here(x):
+            return segment_sum(x, self.route)
+        total: Tensor = _reduce(x, *self.route, "sum", self.impl)
+        return total
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[rows] from [lists]."""
+        if self.here(x):
+            return gather_rows(x, self.route)
+        rows: Tensor = _broadcast(x, *self.route, self.impl)
+        return rows
+
+    def gaps(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """By how much each score lies below its list's log-sum-exp, and which rows are left out.
+
+        Those have 0: 0 times infinity is not what a label of 0 says.
+        """
+        if self.here(scores):
+            peak, _, total = exponentials(scores, self.route)
+            total = total.log_().add_(peak)
+        else:
+            total = _reduce(scores, *self.route, "logsumexp", self.impl)
+        left_out = (scores == float("-inf")).logical_and_(labels == 0)
+        return self.spread(total).sub_(scores).masked_fill_(left_out, 0), left_out
 
 
-def _pairs_backward(
-    grad: Tensor, scores: Tensor, labels: Tensor, offsets: Tensor, order: Tensor | None
-) -> Tensor:
-    """Row by row what it wins and what it loses, so that nothing is scattered."""
-    found = torch.zeros_like(scores)
-    for block in _blocks(offsets, order):
-        mine, other = block.take(scores, 0.0)
-        label, theirs = block.take(labels, float("nan"))
-        weight, loser_of = block.take(grad, 0.0)
-        wins, loses = label > theirs, label < theirs
-        by = torch.where(wins, other - mine, mine - other).sigmoid_()
-        terms = by * torch.where(wins, -weight, loser_of)
-        block.put(found, terms.masked_fill_(~(wins | loses), 0).sum(2))
-    return found
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return _pairs_gradient(grad, *ctx.saved_tensors), None, None, None
-
-
-_pairs_gradient = register(
-    "pairwise_logistic_backward",
-    "(Tensor grad, Tensor scores, Tensor labels, Tensor offsets, Tensor? order) -> Tensor",
-    _pairs_backward,
-    lambda grad, scores, *rest: torch.empty_like(scores),
-)
-_pairs = register(
-    "pairwise_logistic",
-    "(Tensor scores, Tensor labels, Tensor offsets, Tensor? order) -> (Tensor, Tensor)",
-    _pairs_forward,
-    lambda scores, *rest: (torch.empty_like(scores), torch.empty_like(scores, dtype=torch.int64)),
-    setup_context=_setup_context,
-    backward=_backward,
-)
-"""Of each row, the loss of the pairs that it should win, and their number: an op, since how
-segments are cut is decided on the host, which a traced program can't look into."""
+def _summed(x: Tensor, tree: BroadcastTree, level: str, of: str, impl: str) -> Tensor:
+    return segments.reduce(x, tree=tree, level=level, to=of, impl=impl)

@@ -43,7 +43,7 @@ def broadcast(x: Tensor, *, tree: BroadcastTree, level: str, to: str, impl: str 
     tensor([1., 1., 3.])
     """
     checked_name(impl)
-    route = _route(tree, to, level)
+    route = checked_route(tree, to, level)
     tree.check("x", x, level)
     out: Tensor = _broadcast(x, *route, impl)
     return out
@@ -90,7 +90,7 @@ def reduce(
     checked_name(impl)
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}; got {op!r}")
-    route = _route(tree, level, to)
+    route = checked_route(tree, level, to)
     tree.check("x", x, level)
     allowed: tuple[torch.dtype, ...] = _FLOATS
     if op in ("sum", "max", "min"):
@@ -128,14 +128,15 @@ def segment_softmax(
     tensor([0.5000, 0.5000, 1.0000])
     """
     checked_name(impl)
-    route = _route(tree, level, of)
+    route = checked_route(tree, level, of)
     tree.check("x", x, level)
     _check_dtype(x, _FLOATS, "segment_softmax")
     out: Tensor = _segment_softmax(x, *route, impl)
     return out
 
 
-def _route(tree: BroadcastTree, fine: str, coarse: str) -> Route:
+def checked_route(tree: BroadcastTree, fine: str, coarse: str) -> Route:
+    """The maps from a level up to another one, or to itself."""
     route = tree.route(fine, coarse)
     if route is not None:
         return route

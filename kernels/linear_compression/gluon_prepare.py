@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ikbo_tree.kernels.common.triton_launch import ceil_div, launch
+
 _WEIGHTS = 4
 """Weights that a launch copies: its kernel has so many arguments for them."""
 
@@ -40,10 +42,12 @@ def prepare(work: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     for first in range(0, max(1, len(weights)), _WEIGHTS):
         given, to = weights[first : first + _WEIGHTS], copies[first : first + _WEIGHTS]
         missing = _WEIGHTS - len(given)
-        programs = triton.cdiv(words, _WORDS) + sum(
-            triton.cdiv(w.shape[0], _ROWS) * triton.cdiv(w.shape[1], _COLUMNS) for w in given
+        programs = ceil_div(words, _WORDS) + sum(
+            ceil_div(w.shape[0], _ROWS) * ceil_div(w.shape[1], _COLUMNS) for w in given
         )
-        prepare_kernel[(programs,)](
+        launch(
+            prepare_kernel,
+            (programs,),
             work,
             words,
             *given,

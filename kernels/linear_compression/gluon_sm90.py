@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -23,6 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ikbo_tree.kernels.common.errors import UnsupportedError
 from ikbo_tree.kernels.common.gemm_forms import architecture, multiprocessors
 from ikbo_tree.kernels.common.stages import Stages
+from ikbo_tree.kernels.common.triton_launch import ceil_div, launch
 from ikbo_tree.kernels.common.triton_lib import guard
 from ikbo_tree.kernels.linear_compression import op, triton_kernel
 from ikbo_tree.kernels.linear_compression.gluon_config import BK, Tile, choose, partial_type
@@ -134,7 +134,7 @@ def _levels(x: Sequence[Tensor], weight: Sequence[Tensor], stages: Stages) -> li
 def _run(levels: list[_Level], out: Tensor, tile: Tile, dtype: torch.dtype) -> None:
     """Launches all levels."""
     _, M, N = out.shape
-    row_blocks, column_blocks = triton.cdiv(M, ROWS), triton.cdiv(N, tile.BN)
+    row_blocks, column_blocks = ceil_div(M, ROWS), ceil_div(N, tile.BN)
     first_rows = [0]
     for level in levels[:-1]:
         first_rows.append(first_rows[-1] + level.rows)
@@ -148,31 +148,33 @@ def _run(levels: list[_Level], out: Tensor, tile: Tile, dtype: torch.dtype) -> N
         counters + all_rows * row_blocks * column_blocks, dtype=torch.int32, device=out.device
     )
     _prepare(levels, work)
-    for i, launch in enumerate(plan):
-        here = levels[launch.first : launch.first + launch.levels]
+    for i, part in enumerate(plan):
+        here = levels[part.first : part.first + part.levels]
         tiles = tile_count(sum(level.rows for level in here), row_blocks, column_blocks)
         if tiles == 0:
             continue
         if tiles * 2 >= 2**31:
             reason = f"a launch takes less than 2^30 tiles of 128 rows of M; these are {tiles}"
             raise UnsupportedError("gluon", "linear_compression", reason)
-        final = launch.first + launch.levels == len(levels)
+        final = part.first + part.levels == len(levels)
         slots = multiprocessors(out.device)
-        stages_kernel[(min(slots, tiles),)](
+        launch(
+            stages_kernel,
+            (min(slots, tiles),),
             *_operands(here, out, tile),
             _result_descriptor(out, tile) if final else None,
             partial,
             work[i * _COUNTER_WORDS :],
             work[counters:],
-            *_padded([here[e.slot].producers[e.turn][1] for e in launch.edges], EDGES),
+            *_padded([here[e.slot].producers[e.turn][1] for e in part.edges], EDGES),
             *_padded([level.live for level in here], LEVELS),
             *_padded([level.rows for level in here], LEVELS, 0),
             *_padded([_steps(level) for level in here], LEVELS, 0),
-            *_padded(first_rows[launch.first : launch.first + launch.levels], LEVELS, 0),
-            *_padded([first_rows[e.producer] for e in launch.edges], EDGES, 0),
+            *_padded(first_rows[part.first : part.first + part.levels], LEVELS, 0),
+            *_padded([first_rows[e.producer] for e in part.edges], EDGES, 0),
             M,
             slots // ((row_blocks + 1) // 2) if tile.late else 0,
-            FORM=_form(launch, here, final, row_blocks, column_blocks, tile),
+            FORM=_form(part, here, final, row_blocks, column_blocks, tile),
             num_warps=4,
         )  # fmt: skip
 
@@ -190,7 +192,7 @@ def _prepare(levels: list[_Level], work: Tensor) -> None:
 
 
 def _form(
-    launch: Launch,
+    part: Launch,
     here: list[_Level],
     final: bool,
     row_blocks: int,
@@ -199,10 +201,10 @@ def _form(
 ) -> Form:
     rests = [(_width(level) - (_steps(level) - 1) * BK + 15) // 16 * 16 for level in here]
     return Form(
-        launch.levels,
-        launch.levels - 1 if final else -1,
-        tuple((e.slot, e.turn) for e in launch.edges),
-        max((e.turn + 1 for e in launch.edges), default=0),
+        part.levels,
+        part.levels - 1 if final else -1,
+        tuple((e.slot, e.turn) for e in part.edges),
+        max((e.turn + 1 for e in part.edges), default=0),
         row_blocks,
         column_blocks,
         max(16, *rests),

@@ -91,7 +91,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    results, tensors = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+    saved = ctx.saved_tensors  # activation checkpointing computes anew at each look
+    results, tensors = saved[:4], saved[4:]
     needs = list(ctx.needs_input_grad[:4])
     found = iter(
         self_target_attention_backward(

@@ -18,7 +18,10 @@ OP = "linear_compression"
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
     monkeypatch.setattr(gluon_sm90, "unsupported", lambda *args: None)
-    monkeypatch.setattr(gluon_sm90, "stages_kernel", Launch())
+    emulated = Launch()
+    monkeypatch.setattr(
+        gluon_sm90, "launch", lambda _, grid, *args, **options: emulated[grid](*args, **options)
+    )
     monkeypatch.setattr(gluon_sm90, "prepare", prepare)
 
 

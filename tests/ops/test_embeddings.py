@@ -1,4 +1,4 @@
-"""embedding by distinct ids, against plain indexing."""
+"""embedding, by distinct ids or not, against plain indexing."""
 
 import numpy as np
 import pytest
@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikbo_tree import TreeError, UnsupportedError
+from ikbo_tree.ops import embeddings
 from ikbo_tree.ops.embeddings import embedding
 from ikbo_tree.testing.cases import Call, Input, Rows, flag, pick
 from ikbo_tree.testing.strategies import trees
@@ -63,6 +64,14 @@ def test_contracts(impl, tree, seed):
         assert torch.equal(*(call.run(tree, x, name)[0] for name in ("torch", "reference")))
 
 
+@settings(max_examples=15)
+@given(tree=trees(max_rows=100), seed=st.integers(0, 2**16))
+def test_as_on_a_device_that_no_one_waits_for(tree, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embeddings, "on_host", lambda x: False)
+        check(tree, seed)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 @settings(max_examples=8)
 @given(tree=trees(max_rows=100), seed=st.integers(0, 2**16))
@@ -80,7 +89,7 @@ def test_each_distinct_id_is_looked_up_once():
     weight, looked_up = torch.randn(100, 2), []
     ids = torch.tensor([7, 3, 7, 7, 90, 3])
     with Watched():
-        out = embedding(ids, weight, tree=users([6]), level="item")
+        out = embedding(ids, weight, tree=users([6]), level="item", unique=True)
     assert looked_up == [[3, 7, 90]]
     assert torch.equal(out, weight[ids])
 

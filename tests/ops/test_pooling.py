@@ -129,6 +129,15 @@ def test_contracts_in_other_dtypes(op, dtype, tree, seed):
     check(op, tree, seed, dtype)
 
 
+@every_op
+@settings(max_examples=15)
+@given(tree=trees(max_rows=100), seed=st.integers(0, 2**16))
+def test_as_on_a_device_that_no_one_waits_for(op, tree, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pooling, "on_host", lambda x: False)
+        check(op, tree, seed)
+
+
 class TestPool:
     @every_impl
     @pytest.mark.parametrize("how", IDENTITY)
@@ -201,6 +210,24 @@ class TestAttention:
         out = attention_pool(x[:, :1].repeat(1, 2, 1), scores, tree=users(1), level="user")
         assert out.tolist() == [[1.0]]
 
+    @pytest.mark.parametrize("packed", [False, True])
+    @every_impl
+    def test_a_row_that_leaves_all_its_entries_out(self, packed, impl):
+        x = torch.randn(2, 3, 4, requires_grad=True)
+        scores = torch.tensor([[-torch.inf] * 3, [0.0, -torch.inf, 0.0]], requires_grad=True)
+        where = {"tree": users(2), "level": "user", "impl": impl}
+        if packed:
+            offsets = torch.tensor([0, 3, 6])
+            out = attention_pool(x.flatten(0, 1), scores.flatten(), offsets=offsets, **where)
+        else:
+            out = attention_pool(x, scores, **where)
+        torch.testing.assert_close(out, torch.stack([x[0, 0] * 0, (x[1, 0] + x[1, 2]) / 2]))
+        dx, ds = torch.autograd.grad(out.sum(), [x, scores])
+        assert (dx[0] == 0).all()
+        assert dx[1].tolist() == [[0.5] * 4, [0.0] * 4, [0.5] * 4]
+        assert (ds[0] == 0).all()
+        assert ds[1, 1] == 0
+
     def test_a_vector_that_scores_gets_its_gradient(self):
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(3, 5, 4, generator=generator, dtype=torch.float64)
@@ -266,7 +293,8 @@ def test_new_trees_do_not_recompile(op, packed, spare):
         shape = (int(lengths.sum()) + 2, 4) if packed else (rows + spare, 6 + count, 4)
         x = torch.randn(shape, requires_grad=True)
         out, exact = compiled(x, extent, tree), score(x, extent, tree)
-        assert torch.equal(out, exact)
+        # An eager program on a CPU sums only what is owned, in another order.
+        torch.testing.assert_close(out, exact)
         grad = torch.randn_like(exact)
         (dx,) = torch.autograd.grad(out, x, grad)
-        assert torch.equal(dx, torch.autograd.grad(exact, x, grad)[0])
+        torch.testing.assert_close(dx, torch.autograd.grad(exact, x, grad)[0])

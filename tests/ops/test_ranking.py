@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikbo_tree import BroadcastTree, TreeError, UnsupportedError, implementation
-from ikbo_tree.ops import ranking
+from ikbo_tree.ops import pairs, ranking
 from ikbo_tree.ops.ranking import listwise_softmax_loss, pairwise_logistic_loss, segment_topk
 from ikbo_tree.testing.cases import Call, Input, Rows, pick, reachable
 from ikbo_tree.testing.strategies import trees
@@ -181,6 +181,23 @@ def test_contracts_in_other_dtypes(op, dtype, tree, seed):
     check(op, tree, seed, dtype)
 
 
+@pytest.mark.parametrize("op", ["segment_topk", "pairwise_logistic_loss"])
+@settings(max_examples=15)
+@given(tree=trees(max_rows=80), seed=st.integers(0, 2**16))
+def test_segments_of_one_length_at_a_time(op, tree, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pairs, "PADDING", 0)
+        check(op, tree, seed)
+
+
+@settings(max_examples=15)
+@given(tree=trees(max_rows=80), seed=st.integers(0, 2**16))
+def test_topk_as_on_a_device_that_no_one_waits_for(tree, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranking, "on_host", lambda x: False)
+        check("segment_topk", tree, seed)
+
+
 class TestTopk:
     @every_impl
     def test_ties_go_to_the_lower_row_and_nan_comes_first(self, impl):
@@ -215,12 +232,12 @@ class TestTopk:
 
 
 class TestPairs:
-    @pytest.mark.parametrize("pairs", [1, 7, 64])
+    @pytest.mark.parametrize("most", [1, 7, 64])
     @settings(max_examples=10)
     @given(tree=trees(max_rows=60), seed=st.integers(0, 2**16))
-    def test_cut_anywhere(self, pairs, tree, seed):
+    def test_cut_anywhere(self, most, tree, seed):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ranking, "PAIRS", pairs)
+            patch.setattr(pairs, "PAIRS", most)
             check("pairwise_logistic_loss", tree, seed)
 
     def test_one_long_segment_beside_short_ones(self):

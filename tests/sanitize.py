@@ -2,8 +2,8 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitize.py
 
-Without that variable torch hands out parts of larger allocations, and nobody sees a step beyond one's
-end. Dead rows, a childless row and widths that fill no tile are in every call.
+Without that variable torch hands out parts of larger allocations, and nobody sees a step beyond the
+end of one. Dead rows, a childless row and widths that fill no tile are in every call.
 """
 
 from __future__ import annotations

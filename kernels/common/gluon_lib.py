@@ -19,14 +19,39 @@ Results are stored and read by ordinary instructions: the copy engine would need
 
 from __future__ import annotations
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Names of Triton 3.6, and what replaced them by 3.9.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 cta_sync = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+def described(
+    base: Tensor,
+    shape: list[int],
+    strides: list[int],
+    block_shape: list[int],
+    layout: gl.NVMMASharedLayout,
+) -> TensorDescriptor:
+    """A descriptor, without the checks that its constructor makes in every call.
+
+    Args:
+        base: begins at a multiple of 16 bytes.
+        shape: of the tensor, up to five dims.
+        strides: multiples of 16 bytes; the last is 1.
+        block_shape: powers of two; the last dim has 16 bytes or more.
+        layout: of a block in shared memory.
+    """
+    made = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides, made.block_shape = base, shape, strides, block_shape
+    made.layout, made.padding = layout, "zero"
+    return made
+
 
 _CLAIM = gl.constexpr("""{
 .reg .pred first;

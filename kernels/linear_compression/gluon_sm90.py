@@ -10,6 +10,7 @@ Backward is that of the Triton module, until the same machinery serves it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ikbo_tree.kernels.common.errors import UnsupportedError
 from ikbo_tree.kernels.common.gemm_forms import architecture, multiprocessors
+from ikbo_tree.kernels.common.gluon_lib import described
 from ikbo_tree.kernels.common.stages import Stages
 from ikbo_tree.kernels.common.triton_launch import ceil_div, launch
 from ikbo_tree.kernels.common.triton_lib import guard
@@ -253,7 +255,7 @@ def _weight_descriptor(weight: Tensor) -> TensorDescriptor:
     """Of W [M, K], in rows of a multiple of 16 bytes."""
     M, K = weight.shape
     step = weight.stride(0) if M > 1 else -(-K // 8) * 8
-    return TensorDescriptor(weight, [M, K], [step, 1], [ROWS, BK], _layout(weight, 128, 2))
+    return described(weight, [M, K], [step, 1], [ROWS, BK], _layout(128, 2))
 
 
 def _input_descriptor(x: Tensor, tile: Tile) -> TensorDescriptor:
@@ -263,18 +265,19 @@ def _input_descriptor(x: Tensor, tile: Tile) -> TensorDescriptor:
         x = x.clone(memory_format=torch.contiguous_format)
     inner = x.stride(1) if K > 1 else N
     outer = x.stride(0) if rows > 1 else K * inner
-    return TensorDescriptor(
-        x, list(x.shape), [outer, inner, 1], [1, BK, tile.BN], _layout(x, min(128, tile.BN), 3)
+    return described(
+        x, list(x.shape), [outer, inner, 1], [1, BK, tile.BN], _layout(min(128, tile.BN), 3)
     )
 
 
 def _result_descriptor(out: Tensor, tile: Tile) -> TensorDescriptor:
     piece = min(64, tile.BN // 2)
-    layout = _layout(out, 2 * piece, 3)
-    return TensorDescriptor(out, list(out.shape), list(out.stride()), [1, ROWS, piece], layout)
+    layout = _layout(2 * piece, 3)
+    return described(out, list(out.shape), list(out.stride()), [1, ROWS, piece], layout)
 
 
-def _layout(data: Tensor, swizzle: int, rank: int) -> gl.NVMMASharedLayout:
+@functools.cache
+def _layout(swizzle: int, rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=rank)
 
 

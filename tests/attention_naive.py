@@ -86,6 +86,7 @@ def memory(
     dtype=torch.float32,
     seed=0,
     lengths=None,
+    before=3,
 ):
     """A memory of random keys; NaN wherever nobody may read, nonsense in lengths of dead rows.
 
@@ -101,6 +102,7 @@ def memory(
         dtype: of all tensors.
         seed: of everything random.
         lengths: of the live rows, in place of random ones.
+        before: entries of a packed memory ahead of the first key.
     """
     rng = np.random.default_rng(seed)
     live, rows = tree.rows(level), tree.capacity(level)
@@ -108,12 +110,12 @@ def memory(
         lengths = rng.integers(0, keys + 1, live)
     offsets = None
     if form == "packed":
-        given = 3 + np.concatenate([[0], np.cumsum(lengths)])
+        given = before + np.concatenate([[0], np.cumsum(lengths)])
         offsets = torch.full((rows + 1,), 2**20, dtype=torch.int64)
         offsets[: live + 1] = torch.from_numpy(given)
         places = (int(given[-1]) + 2,)
         owned = torch.zeros(places, dtype=torch.bool)
-        owned[3 : given[-1]] = True
+        owned[before : given[-1]] = True
     else:
         places = (rows, keys)
         if form == "whole":

@@ -54,7 +54,9 @@ def find_tile(offsets_ptr, segments, rows, tile, n_seed, T: tl.constexpr):
     """Which rows tile number `tile` has.
 
     Args:
-        offsets_ptr: [segments + 1] int32, first row of each segment, then the live row count.
+        offsets_ptr: [segments + 1] int32, first row of each segment, then the live row count. Where
+            the first is not 0, tiles with numbers below its own are of segment 0 and begin ahead of
+            it.
         segments: number of segments.
         rows: allocated rows.
         tile: below `tile_count(rows, segments, n_seed, T)`.
@@ -96,7 +98,7 @@ def _last_at_most(
     EACH: tl.constexpr,
     LANES: tl.constexpr = 128,
 ):
-    """The largest i < count with `offsets[i] * n_seed // T + i * EACH <= value`.
+    """The largest i < count with `offsets[i] * n_seed // T + i * EACH <= value`; 0 if there is none.
 
     Every step asks at LANES places at once: two dependent loads for 16,384 segments, where a
     binary search has 14.
@@ -110,7 +112,7 @@ def _last_at_most(
         offsets = tl.load(offsets_ptr + low + place, mask=inside, other=0).to(tl.int64)
         keys = offsets * n_seed // T + (low + place) * EACH
         passed = tl.sum((inside & (keys <= value)).to(tl.int32))
-        below = (passed - 1) * step
+        below = tl.maximum(passed - 1, 0) * step
         low += below
         left = tl.minimum(step, left - below)
     return low

@@ -50,7 +50,9 @@ def find_keys(
             known = tl.where(last < 0, 0, find_segment(offsets_ptr, owners, last) + 1)
         owner, first, _ = find_tile(extent_ptr, known, size, tile, 1, N)
         low = first - tl.load(extent_ptr + owner).to(tl.int64)
-        owner = tl.where((owner < known) & (low >= 0), owner, owners)
+        found = (owner < known) & (low >= 0)
+        owner = tl.where(found, owner, owners)
+        low = tl.where(found, low, 0)
     else:
         each = tl.cdiv(size, N)
         owner = tile // each

@@ -227,3 +227,16 @@ def test_self_attention_of_a_table(device):
     m = memory(tree, "brand", keys=3)
     call = Call(tree, "item", queries(tree, "item", 2), [m], q_self=draw(4, 3, 2, 8, seed=3))
     check(with_grads(call), device)
+
+
+@pytest.mark.parametrize("before", [17, 64] if INTERPRETED else [17, 300, 1000])
+def test_entries_ahead_of_a_packed_memory(before, device):
+    """Keys that begin beyond a tile: tiles with numbers below theirs are nobody's."""
+    tree = two_levels((2, 0, 1), capacity={"user": 4, "item": 5})
+    m = memory(tree, "user", "packed", keys=20, lengths=[20, 3, 1], before=before)
+    q = queries(tree, "item", 3)
+    own = draw(*m.k.shape[:-2], 2, 8, seed=7)
+    own[m.k[..., :1, :1].isnan().expand(own.shape)] = torch.nan
+    with poisoned_memory(), canary_rows():
+        check(with_grads(Call(tree, "item", q, [m])), device)
+        check(with_grads(Call(tree, "item", q, [m], q_self=own, causal=True)), device)

@@ -98,7 +98,7 @@ def _last_at_most(
     EACH: tl.constexpr,
     LANES: tl.constexpr = 128,
 ):
-    """The largest i < count with `offsets[i] * n_seed // T + i * EACH <= value`; 0 if there is none.
+    """The largest i < count with `offsets[i] * n_seed // T + i * EACH <= value`; 0 if none is.
 
     Every step asks at LANES places at once: two dependent loads for 16,384 segments, where a
     binary search has 14.

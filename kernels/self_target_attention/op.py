@@ -18,7 +18,12 @@ from ikbo_tree.kernels.target_attention.op import lse_dtype
 IMPLEMENTATIONS = dispatch.Implementations(
     "self_target_attention",
     __package__,
-    {"reference": "reference", "torch": "torch_impl", "triton": "triton_kernel"},
+    {
+        "reference": "reference",
+        "torch": "torch_impl",
+        "triton": "triton_kernel",
+        "gluon": "gluon_sm90",
+    },
     {"cuda": ("triton", "torch"), "default": ("torch",)},
 )
 

@@ -15,12 +15,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ikbo_tree.kernels.target_attention.gluon_device import (
+    DIAGONAL,
     HALF,
     HEAD,
     HIGH,
     LOW,
     ROW,
     ROWS,
+    SPACE,
     SPANS,
     WHOLE,
     advance,
@@ -55,11 +57,17 @@ def _issue_scores(q, k, zero, D: gl.constexpr):
 
 
 @gluon.jit
-def _masked(s, low, high, NEGATIVE: gl.constexpr):
-    """Scores whose column does not count become what `exp2` makes 0 of."""
+def _masked(s, low, high, diagonal, NEGATIVE: gl.constexpr):
+    """Scores whose column does not count become what `exp2` makes 0 of.
+
+    diagonal: the last column that row 0 sees, row 1 sees one more; None: rows see all.
+    """
     columns = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    counts = (columns >= low) & (columns < high)
-    return gl.where(counts[None, :], s, float("inf") if NEGATIVE else float("-inf"))
+    counts = ((columns >= low) & (columns < high))[None, :]
+    if diagonal is not None:
+        rows = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+        counts = counts & (columns[None, :] <= (rows + diagonal)[:, None])
+    return gl.where(counts, s, float("inf") if NEGATIVE else float("-inf"))
 
 
 @gluon.jit
@@ -135,6 +143,7 @@ def _step(
     scale2,
     low,
     high,
+    diagonal,
     MASKED: gl.constexpr,
     D: gl.constexpr,
     NEGATIVE: gl.constexpr,
@@ -159,7 +168,7 @@ def _step(
     s = warpgroup_mma_wait(1, deps=(s_token,))
     mbarrier.arrive(kv_empty.index(k_slot))
     if MASKED:
-        s = _masked(s, low, high, NEGATIVE)
+        s = _masked(s, low, high, diagonal, NEGATIVE)
     now = gl.maximum(peak, _peak(s, scale2, NEGATIVE))
     decay = gl.exp2(peak - now)
     p = gl.exp2(s * scale2 - now[:, None])
@@ -189,9 +198,13 @@ def _clear_tail(ring, slot, phase, high, more):
 
 @gluon.jit
 def _store(
-    q_buf, peak, total, o, row, left, head, o_desc, o_ptr, lse_ptr, H: gl.constexpr, D: gl.constexpr
+    q_buf, peak, total, o, row, left, head, space, results, H: gl.constexpr, D: gl.constexpr
 ):
     """Writes the results of up to 64 rows, through the buffer that held their queries."""
+    o_desc, o_ptr, lse_ptr = results[0]
+    if len(results) > 1:
+        o_ptr = gl.where(space == 0, o_ptr, results[1][1])
+        lse_ptr = gl.where(space == 0, lse_ptr, results[1][2])
     DP: gl.constexpr = o.shape[1]
     of_s: gl.constexpr = peak.type.layout
     of_o: gl.constexpr = gl.SliceLayout(1, o.type.layout)
@@ -205,7 +218,10 @@ def _store(
         matrix(q_buf, HALF, DP).store(out)
         # The copy reads what all threads have written: the compiler adds the barrier.
         fence_async_shared()
-        tma_store(o_desc, [row, head, 0], q_buf)
+        if len(results) == 1 or space == 0:
+            tma_store(o_desc, [row, head, 0], q_buf)
+        else:
+            tma_store(results[1][0], [row, head, 0], q_buf)
     elif left > 0:
         # A box of 64 rows would overwrite the next segment's.
         steps_o = gl.arange(0, HALF, of_o)
@@ -223,13 +239,12 @@ def consumer(
     q_full,
     q_empty,
     ring,
-    o_desc,
-    o_ptr,
-    lse_ptr,
+    results,
     scale2,
     H: gl.constexpr,
     D: gl.constexpr,
     SEVERAL: gl.constexpr,
+    CAUSAL: gl.constexpr,
     NEGATIVE: gl.constexpr,
     LATE: gl.constexpr,
 ):
@@ -239,8 +254,9 @@ def consumer(
     the results are stored: matrix instructions never wait for an epilogue. Nothing orders the two
     consumers; they fall into opposite phases by themselves.
 
-    SEVERAL: a work may have several memories, and so several last blocks. LATE: row sums are added
-    up across threads at a work's end only.
+    results: (o_desc, o_ptr, lse_ptr) of each space. SEVERAL: a work may have several memories, and
+    so several last blocks. CAUSAL: own rows see no later key. LATE: row sums are added up across
+    threads at a work's end only.
     """
     kv_bufs, kv_full, kv_empty = ring
     DT: gl.constexpr = q_bufs.dtype
@@ -268,6 +284,8 @@ def consumer(
         high = word(board, b, HIGH)
         whole = word(board, b, WHOLE)
         spans = word(board, b, SPANS) if SEVERAL else 1
+        space = word(board, b, SPACE) if len(results) > 1 else 0
+        diagonal = word(board, b, DIAGONAL) + HALF * WHICH if CAUSAL else None
         left = rows - HALF * WHICH
         q_buf = q_bufs.index(b * 2 + WHICH)
         q = matrix(q_buf, HALF, DP)
@@ -278,8 +296,11 @@ def consumer(
         # The previous work's results have long left its buffer.
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index((n + 1) % 2), pred=n > 0)
-        if (low > 0) | (high < BN):
-            s = _masked(s, low, high, NEGATIVE)
+        cut = (low > 0) | (high < BN)
+        if CAUSAL:
+            cut = cut | (diagonal < BN)
+        if cut:
+            s = _masked(s, low, high, diagonal, NEGATIVE)
         # Fresh state: what was NaN in another work stays there.
         peak = _peak(s, scale2, NEGATIVE)
         p = gl.exp2(s * scale2 - peak[:, None])
@@ -292,13 +313,15 @@ def consumer(
             for i in range(1, spans):
                 low = word(board, b, LOW + i)
                 high = word(board, b, HIGH + i)
+                if CAUSAL:
+                    diagonal = word(board, b, DIAGONAL + i) + HALF * WHICH
                 state, slot, phase = _step(
-                    state, q, ring, slot, phase, scale2, low, high, True, D, NEGATIVE
+                    state, q, ring, slot, phase, scale2, low, high, diagonal, True, D, NEGATIVE
                 )
                 _clear_tail(ring, slot, phase, high, whole + spans > i + 1)
         for _ in range(whole):
             state, slot, phase = _step(
-                state, q, ring, slot, phase, scale2, 0, BN, False, D, NEGATIVE
+                state, q, ring, slot, phase, scale2, 0, BN, None, False, D, NEGATIVE
             )
         peak, total, o, p16 = state
         mbarrier.wait(kv_full.index(slot), phase)
@@ -320,6 +343,6 @@ def consumer(
         NEXT: gl.constexpr = 1 if D == DP else 2
         o = warpgroup_mma_wait(NEXT, deps=(o_token,))
         mbarrier.arrive(kv_empty.index(v_slot))
-        _store(q_buf, peak, total, o, row, left, head, o_desc, o_ptr, lse_ptr, H, D)
+        _store(q_buf, peak, total, o, row, left, head, space, results, H, D)
     warpgroup_mma_wait(0, deps=(s_token,))
     tma.store_wait(0)

@@ -15,6 +15,11 @@ that all of them attend to. Its keys come in this order, which depends on nothin
 memory has: first the last block of each memory that has any (the only one that needs a mask), then
 the other blocks, memory by memory. A last block is full wherever there are enough keys: it repeats
 keys that come once more later, and the mask leaves those out.
+
+Query rows come from one or two *spaces*: rows below the memories (target rows) and, where there is
+a second one, *own* rows, one for each key of the only memory. A causal own work has the keys up to
+its last row: the blocks that rows and keys share, of which each counts as a memory of its own, come
+first, and all others count in full.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -58,6 +63,11 @@ START = gl.constexpr(21)
 """A memory's first key, counted in the row or in all of a packed memory: 4 words."""
 LAST = gl.constexpr(25)
 """The first key of its last block, likewise: 4 words."""
+DIAGONAL = gl.constexpr(29)
+"""Of causal calls: columns beyond this one are later than the first query row, in each last block
+of own rows: 2 words."""
+SPACE = gl.constexpr(31)
+"""Where the rows come from: 0: target rows, 1: own rows."""
 WORDS = gl.constexpr(32)
 
 

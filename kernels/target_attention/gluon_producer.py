@@ -16,6 +16,7 @@ from ikbo_tree.kernels.target_attention.gluon_device import (
     OWNER,
     ROW,
     ROWS,
+    SPACE,
     START,
     advance,
     tma_load,
@@ -48,7 +49,7 @@ def producer(
     q_full,
     ring,
     q_bufs,
-    q_desc,
+    q_descs,
     k_descs,
     v_descs,
     BN: gl.constexpr,
@@ -73,7 +74,14 @@ def producer(
         mbarrier.expect(q_full.index(b), BYTES)
         for c in gl.static_range(2):
             at_all = [word(board, b, ROW) + HALF * c, head, 0]
-            tma_load(q_desc, at_all, q_full.index(b), q_bufs.index(b * 2 + c))
+            if len(q_descs) == 1:
+                tma_load(q_descs[0], at_all, q_full.index(b), q_bufs.index(b * 2 + c))
+            else:
+                for i in gl.static_range(len(q_descs)):
+                    mine = word(board, b, SPACE) == i
+                    tma_load(
+                        q_descs[i], at_all, q_full.index(b), q_bufs.index(b * 2 + c), pred=mine
+                    )
         # Whose values come next, and which: none yet.
         which = gl.to_tensor(-1)
         owner = gl.to_tensor(0)

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ikbo_tree.kernels.target_attention.gluon_device import (
     BLOCKS,
+    DIAGONAL,
     HEAD,
     HIGH,
     LAST,
@@ -17,6 +18,7 @@ from ikbo_tree.kernels.target_attention.gluon_device import (
     OWNER,
     ROW,
     ROWS,
+    SPACE,
     SPANS,
     START,
     TILE,
@@ -25,52 +27,15 @@ from ikbo_tree.kernels.target_attention.gluon_device import (
     block_barrier,
     viewed,
 )
+from ikbo_tree.kernels.target_attention.gluon_rows import (
+    LANES,
+    find_long_rows,
+    find_own_rows,
+    find_rows,
+    key_span,
+)
 
-LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def _last_at_most(offsets_ptr, segments, tile, n_seed):
-    """The segment of a tile: see triton_tiles, which counts tiles in the same way."""
-    low = 0
-    left = segments + 1
-    while left > 1:
-        step = gl.cdiv(left, 32)
-        place = gl.arange(0, 32, LANES) * step
-        inside = place < left
-        offsets = gl.load(offsets_ptr + low + place, mask=inside, other=0)
-        keys = offsets * n_seed // TILE + low + place
-        passed = gl.sum((inside & (keys <= tile)).to(gl.int32), 0)
-        below = (passed - 1) * step
-        low += below
-        left = gl.minimum(step, left - below)
-    return low
-
-
-@gluon.jit
-def _find_rows(tree, tile):
-    """Which rows a tile has.
-
-    Returns:
-        The segment (`segments` for dead rows), its first row, the tile's first folded row and the
-        segment's end, both counted from there: nothing where first >= end.
-    """
-    offsets_ptr, live_ptr, rows, segments, n_seed = tree
-    if offsets_ptr is None:
-        each = gl.cdiv(n_seed, TILE)
-        begin = tile // each
-        live = rows if live_ptr is None else gl.load(live_ptr)
-        segment = gl.where(begin < live, begin, segments)
-        first = (tile - begin * each) * TILE
-        end = n_seed
-    else:
-        segment = _last_at_most(offsets_ptr, segments, tile, n_seed)
-        begin = gl.load(offsets_ptr + segment)
-        stop = gl.load(offsets_ptr + segment + 1, mask=segment < segments, other=rows)
-        first = (tile - (begin * n_seed // TILE + segment)) * TILE
-        end = (stop - begin) * n_seed
-    return segment, begin, first, end
 
 
 @gluon.jit
@@ -92,22 +57,29 @@ def _store_nothing(o_ptr, lse_ptr, row, rows, head, lse, H, D: gl.constexpr, DP:
 
 
 @gluon.jit
-def _key_span(extent_ptr, size, row, PACKED: gl.constexpr):
-    """Row of the descriptor, first key there and number of keys, clamped to what exists."""
-    if PACKED:
-        owner = 0
-        start = gl.minimum(gl.maximum(gl.load(extent_ptr + row).to(gl.int64), 0), size)
-        stop = gl.minimum(gl.maximum(gl.load(extent_ptr + row + 1).to(gl.int64), 0), size)
-        length = gl.maximum(stop - start, 0).to(gl.int32)
-        start = start.to(gl.int32)
-    else:
-        owner = row
-        start = 0
-        length = size
-        if extent_ptr is not None:
-            given = gl.load(extent_ptr + row).to(gl.int64)
-            length = gl.minimum(gl.maximum(given, 0), size).to(gl.int32)
-    return owner, start, length
+def _add_span(words, lane, spans, owner, start, length, i: gl.constexpr, BN: gl.constexpr):
+    """The words about the keys of memory number i, the next of the `spans` that have any.
+
+    Returns:
+        The words, and where the memory's last block begins, counted from its first key.
+    """
+    blocks = gl.cdiv(length, BN)
+    # A short last block begins so early that it is full, where there are keys enough.
+    begin = gl.maximum(length - BN, 0)
+    low = gl.where(length < BN, 0, blocks * BN - length)
+    words = gl.where(lane == BLOCKS + i, blocks, words)
+    words = gl.where(lane == OWNER + i, owner, words)
+    words = gl.where(lane == START + i, start, words)
+    words = gl.where(lane == LAST + i, start + begin, words)
+    words = gl.where(lane == LOW + spans, gl.where(length > 0, low, 0), words)
+    words = gl.where(lane == HIGH + spans, gl.minimum(length, BN), words)
+    return words, begin
+
+
+@gluon.jit
+def _add_counts(words, lane, spans, whole):
+    words = gl.where(lane == SPANS, spans, words)
+    return gl.where(lane == WHOLE, whole, words)
 
 
 @gluon.jit
@@ -120,26 +92,49 @@ def _spans(words, lane, maps, sizes, segment, row, PACKED: gl.constexpr, BN: gl.
         owner_row = segment
         if indices[i] is not None:
             owner_row = gl.load(indices[i] + row)
-        owner, start, length = _key_span(extents[i], sizes[i], owner_row, (PACKED >> i) & 1)
-        blocks = gl.cdiv(length, BN)
-        # A short last block begins so early that it is full, where there are keys enough.
-        begin = gl.maximum(length - BN, 0)
-        low = gl.where(length < BN, 0, blocks * BN - length)
-        words = gl.where(lane == BLOCKS + i, blocks, words)
-        words = gl.where(lane == OWNER + i, owner, words)
-        words = gl.where(lane == START + i, start, words)
-        words = gl.where(lane == LAST + i, start + begin, words)
-        words = gl.where(lane == LOW + spans, gl.where(length > 0, low, 0), words)
-        words = gl.where(lane == HIGH + spans, gl.minimum(length, BN), words)
-        whole += gl.maximum(blocks - 1, 0)
+        owner, start, length = key_span(extents[i], sizes[i], owner_row, (PACKED >> i) & 1)
+        words, _ = _add_span(words, lane, spans, owner, start, length, i, BN)
+        whole += gl.maximum(gl.cdiv(length, BN) - 1, 0)
         spans += gl.where(length > 0, 1, 0)
-    words = gl.where(lane == SPANS, spans, words)
-    return gl.where(lane == WHOLE, whole, words), spans
+    return _add_counts(words, lane, spans, whole), spans
 
 
 @gluon.jit
-def _tell(board, told, q_empty, n, words):
+def _own_spans(
+    words,
+    lane,
+    owner,
+    start,
+    first,
+    length,
+    CAUSAL: gl.constexpr,
+    BN: gl.constexpr,
+):
+    """Likewise of own rows from `first` on, whose keys begin at `start`."""
+    if CAUSAL:
+        # Up to the end of the block of keys where the rows begin; then one block after another.
+        spans = 0
+        whole = 0
+        low = first * 0
+        for i in gl.static_range(TILE // BN):
+            high = gl.minimum(first + (i + 1) * BN, length)
+            mine = gl.maximum(high - low, 0)
+            words, begin = _add_span(words, lane, spans, owner, start + low, mine, i, BN)
+            words = gl.where(lane == DIAGONAL + i, first - low - begin, words)
+            whole += gl.maximum(gl.cdiv(mine, BN) - 1, 0)
+            spans += gl.where(mine > 0, 1, 0)
+            low = high + 0
+    else:
+        words, _ = _add_span(words, lane, 0, owner, start, length, 0, BN)
+        spans = 1
+        whole = gl.cdiv(length, BN) - 1
+    return _add_counts(words, lane, spans, whole)
+
+
+@gluon.jit
+def _tell(hands, n, words):
     """Writes the words of work number n, which readers of number n - 2 have left."""
+    board, told, q_empty = hands
     b = n % 2
     mbarrier.wait(q_empty.index(b), ((n // 2) & 1) ^ 1)
     viewed(board, gl.int32, [2, WORDS], FLAT).index(b).store(words)
@@ -164,14 +159,107 @@ def _leave(counter_ptr):
 
 
 @gluon.jit
+def _tell_rows(
+    hands,
+    lane,
+    n,
+    found,
+    head,
+    results,
+    tree,
+    maps,
+    sizes,
+    H: gl.constexpr,
+    D: gl.constexpr,
+    DP: gl.constexpr,
+    BN: gl.constexpr,
+    PACKED: gl.constexpr,
+    RUNS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    """Hands over a tile of target rows, one head; returns how many works there have been."""
+    _, o_ptr, lse_ptr = results
+    _, _, _, segments, n_seed = tree
+    _, indices, borders = maps
+    segment, begin, first, end = found
+    end = gl.minimum(end, first + TILE)
+    at = begin * n_seed
+    if segment == segments:
+        _store_nothing(o_ptr, lse_ptr, at + first, end - first, head, 0.0, H, D, DP)
+        first = end
+    while first < end:
+        row = begin + first // n_seed
+        stop = end
+        if RUNS:
+            for i in gl.static_range(len(sizes)):
+                if indices[i] is not None:
+                    border = gl.load(borders[i] + gl.load(indices[i] + row) + 1)
+                    stop = gl.minimum(stop, (border - begin) * n_seed)
+        words = gl.where(lane == ROW, at + first, 0)
+        words = gl.where(lane == ROWS, stop - first, words)
+        words = gl.where(lane == HEAD, head, words)
+        if CAUSAL:
+            words = gl.where(lane == DIAGONAL, BN, words)
+        words, spans = _spans(words, lane, maps, sizes, segment, row, PACKED, BN)
+        if spans > 0:
+            _tell(hands, n, words)
+            n += 1
+        else:
+            _store_nothing(o_ptr, lse_ptr, at + first, stop - first, head, float("-inf"), H, D, DP)
+        first = stop
+    return n
+
+
+@gluon.jit
+def _tell_own_rows(
+    hands,
+    lane,
+    n,
+    tile,
+    head,
+    results,
+    own_tree,
+    extent_ptr,
+    size,
+    H: gl.constexpr,
+    D: gl.constexpr,
+    DP: gl.constexpr,
+    BN: gl.constexpr,
+    PACKED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    """Likewise a tile of own rows; writes zeros to rows of a padded memory that are no key's."""
+    _, o_ptr, lse_ptr = results
+    live_ptr, owners, _ = own_tree
+    owner, start, first, length = find_own_rows(extent_ptr, live_ptr, size, owners, tile, PACKED)
+    end = gl.minimum(length, first + TILE)
+    if not PACKED:
+        blank = gl.maximum(end, first)
+        blanks = gl.minimum(first + TILE, size) - blank
+        _store_nothing(o_ptr, lse_ptr, start + blank, blanks, head, 0.0, H, D, DP)
+    if first < end:
+        words = gl.where(lane == ROW, start + first, 0)
+        words = gl.where(lane == ROWS, end - first, words)
+        words = gl.where(lane == HEAD, head, words)
+        words = gl.where(lane == SPACE, 1, words)
+        if PACKED:
+            words = _own_spans(words, lane, 0, start, first, length, CAUSAL, BN)
+        else:
+            words = _own_spans(words, lane, owner, 0, first, length, CAUSAL, BN)
+        _tell(hands, n, words)
+        n += 1
+    return n
+
+
+@gluon.jit
 def scheduler(
     board,
     told,
     q_empty,
-    o_ptr,
-    lse_ptr,
+    results,
     counter_ptr,
     tree,
+    own_tree,
     maps,
     sizes,
     n_items,
@@ -181,52 +269,77 @@ def scheduler(
     BN: gl.constexpr,
     PACKED: gl.constexpr,
     RUNS: gl.constexpr,
+    FEW: gl.constexpr,
+    CAUSAL: gl.constexpr,
     DYNAMIC: gl.constexpr,
 ):
     """Hands one work after another to the other roles; writes what attends to nothing itself.
 
     Item w is head w % H of tile w // H. The first one is the block's own, the next ones are drawn
     from a counter, so that empty tiles and unequal lengths leave no block idle early. Which block
-    has which tile makes no difference to any bits.
+    has which tile makes no difference to any bits. Own rows come behind all others, the last ones
+    first, as they may have the most keys.
 
-    Args are as in `attention_forward`; tree: (offsets, live, rows, segments, n_seed); maps:
-    (extents, indices, borders) of each memory; PACKED: bit i for memory i; RUNS: a tile may have to
-    be cut where an ancestor passes on to its next row.
+    Args are as in `run_roles`; results: (o_desc, o_ptr, lse_ptr) of each space; maps: (extents,
+    indices, borders) of each memory.
     """
-    _, _, _, segments, n_seed = tree
-    _, indices, borders = maps
+    hands = (board, told, q_empty)
     lane = gl.arange(0, 32, LANES)
     n = 0
     item = gl.program_id(0)
+    base = 0
+    before = 0
     while item < n_items:
         head = item % H
-        segment, begin, first, end = _find_rows(tree, item // H)
-        end = gl.minimum(end, first + TILE)
-        at = begin * n_seed
-        if segment == segments:
-            _store_nothing(o_ptr, lse_ptr, at + first, end - first, head, 0.0, H, D, DP)
-            first = end
-        while first < end:
-            row = begin + first // n_seed
-            stop = end
-            if RUNS:
-                for i in gl.static_range(len(sizes)):
-                    if indices[i] is not None:
-                        border = gl.load(borders[i] + gl.load(indices[i] + row) + 1)
-                        stop = gl.minimum(stop, (border - begin) * n_seed)
-            words = gl.where(lane == ROW, at + first, 0)
-            words = gl.where(lane == ROWS, stop - first, words)
-            words = gl.where(lane == HEAD, head, words)
-            words, spans = _spans(words, lane, maps, sizes, segment, row, PACKED, BN)
-            if spans > 0:
-                _tell(board, told, q_empty, n, words)
-                n += 1
-            else:
-                _store_nothing(
-                    o_ptr, lse_ptr, at + first, stop - first, head, float("-inf"), H, D, DP
+        tile = item // H
+        if len(results) > 1 and tile >= own_tree[2]:
+            n = _tell_own_rows(
+                hands,
+                lane,
+                n,
+                n_items // H - 1 - tile,
+                head,
+                results[1],
+                own_tree,
+                maps[0][0],
+                sizes[0],
+                H,
+                D,
+                DP,
+                BN,
+                PACKED,
+                CAUSAL,
+            )
+        else:
+            if FEW > 0:
+                segment, begin, first, end, base, before = find_long_rows(
+                    tree, tile, base, before, FEW
                 )
-            first = stop
+                found = (segment, begin, first, end)
+            else:
+                found = find_rows(tree, tile)
+            n = _tell_rows(
+                hands,
+                lane,
+                n,
+                found,
+                head,
+                results[0],
+                tree,
+                maps,
+                sizes,
+                H,
+                D,
+                DP,
+                BN,
+                PACKED,
+                RUNS,
+                CAUSAL,
+            )
         item = _next_item(counter_ptr, item, DYNAMIC)
-    _tell(board, told, q_empty, n, gl.zeros((32,), gl.int32, LANES))
+        if FEW > 0:
+            # The last long segment is far from where the host had to end.
+            item = gl.where(base < tree[3], item, n_items)
+    _tell(hands, n, gl.zeros((32,), gl.int32, LANES))
     if DYNAMIC:
         _leave(counter_ptr)

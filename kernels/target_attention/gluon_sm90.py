@@ -3,12 +3,17 @@
 Contract 4 holds because the keys of a row are walked in an order that follows from how many there
 are, whatever tile the row is in and whichever block has that tile. Gradients come from the Triton
 path.
+
+With few query rows a row, segments too short to be worth tiles are left to the Triton path's
+chunks: two launches, of which each finds out from a segment's own length whether it is theirs.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +28,7 @@ from ikbo_tree.kernels.target_attention.config import FUSED_SEEDS
 from ikbo_tree.kernels.target_attention.gluon_config import HOPPER
 from ikbo_tree.kernels.target_attention.gluon_kernel import attention_forward
 from ikbo_tree.kernels.target_attention.memories import Memory
-from ikbo_tree.kernels.target_attention.triton_backward import folded
+from ikbo_tree.kernels.target_attention.triton_backward import Sizes, folded
 from ikbo_tree.kernels.target_attention.triton_device import LOG2E
 from ikbo_tree.kernels.target_attention.triton_groups import (
     MOST,
@@ -53,6 +58,17 @@ def unsupported(
     scale: float,
 ) -> str | None:
     """Why this kernel cannot take a call, or None."""
+    reason = refused(device, q, memories)
+    if reason is None and q.shape[1] < FUSED_SEEDS:
+        offsets = {None if m.offsets is None else m.offsets.data_ptr() for m in memories}
+        if None in offsets or len(offsets) > 1:
+            few = f"with fewer than {FUSED_SEEDS} query rows a row"
+            reason = f"{few} it takes keys of one level above the queries'; got {q.shape[1]}"
+    return reason
+
+
+def refused(device: torch.device, q: Tensor, memories: Sequence[Memory]) -> str | None:
+    """Why no such kernel can take these queries over these memories, or None."""
     if device.type != "cuda" or INTERPRETED or architecture(device) != "sm_90":
         return f"it is for GPUs of compute capability 9.0; the tensors are on {device}"
     if q.dtype not in TYPES:
@@ -65,8 +81,6 @@ def unsupported(
         return "it takes no bias and no mask"
     if any(memory.order is not None for memory in memories):
         return "query rows must lie in the order of their ancestors: no table, no unsorted tree"
-    if q.shape[1] < FUSED_SEEDS:
-        return f"it is for {FUSED_SEEDS} query rows a row or more; got {q.shape[1]}"
     if len(memories) > MOST:
         return f"it takes up to {MOST} memories; got {len(memories)}"
     entries = [memory.k.shape[0] for memory in memories if memory.packed]
@@ -84,29 +98,50 @@ def forward(
     if o.numel() == 0:
         return o, lse
     (group,) = groups(memories, max(q.shape[1], FUSED_SEEDS))
+    few = 0
     with guard(q):
-        _launch(folded(q), o, lse, group, live, scale)
+        if q.shape[1] < FUSED_SEEDS:
+            few = _short_segments(q, o, lse, group, live, scale)
+        _launch(folded(q), o, lse, group, live, scale, few)
     return o, lse
 
 
-def _launch(
+def _short_segments(
     q: Tensor, o: Tensor, lse: Tensor, group: Group, live: Tensor | None, scale: float
+) -> int:
+    """Writes the rows of short segments and dead ones; returns how many rows are few."""
+    sizes = Sizes(q, o.shape[-1], scale)
+    few = sizes.config.few
+    sizes.config = replace(sizes.config, few=-few)
+    results = (o, lse, None, None)
+    triton_kernel.launch_chunks(
+        dense(q), results, group, live, sizes, {"FIRST": True, "LAST": True}
+    )
+    return few
+
+
+def _launch(
+    q: Tensor, o: Tensor, lse: Tensor, group: Group, live: Tensor | None, scale: float, few: int
 ) -> None:
     rows, n_seed, heads, width = q.shape
     tile = HOPPER[width]
     items = group.tile_count(rows, n_seed, TILE) * heads
-    scale2 = scale * LOG2E.value
+    scale2, negative = factor(scale)
     missing = MOST - len(group.memories)
+    # Allocated rows may say that there is no long segment: all is done once it is compiled.
+    runs = rows * n_seed > few
+    if not runs and _compiled(q, group, negative):
+        return
     launch(
         attention_forward,
         (min(multiprocessors(q.device), items),),
-        _rows_descriptor(aligned(q)),
-        _rows_descriptor(o),
-        *[_keys_descriptor(x, tile.keys) for m in group.memories for x in (m.k, m.v)],
+        rows_descriptor(aligned(q)),
+        rows_descriptor(o),
+        *[keys_descriptor(x, tile.keys) for m in group.memories for x in (m.k, m.v)],
         *[None] * (2 * missing),
         o,
         lse,
-        counters(q.device),
+        counters(q.device) if runs else q.new_empty(2, dtype=torch.int32),
         group.tiles.offsets,
         live if group.tiles.offsets is None else None,
         *group.maps(),
@@ -115,7 +150,7 @@ def _launch(
         group.segments(rows),
         n_seed,
         items,
-        scale2 if abs(scale2) > SMALLEST else SMALLEST,
+        scale2,
         COUNT=len(group.memories),
         H=heads,
         D=width,
@@ -124,13 +159,36 @@ def _launch(
         GROUPS=tuple(heads // m.k.shape[-2] for m in group.memories),
         PACKED=sum(m.packed << i for i, m in enumerate(group.memories)),
         RUNS=group.runs,
-        NEGATIVE=scale2 < -SMALLEST,
+        FEW=few,
+        NEGATIVE=negative,
         DYNAMIC=DYNAMIC,
         LATE=LATE,
         CONSUMER_REGISTERS=tile.consumer_registers,
         PRODUCER_REGISTERS=tile.producer_registers,
         num_warps=4,
+        when=runs,
     )
+
+
+_COMPILED: set[tuple[Any, ...]] = set()
+"""What calls of few query rows a row have been compiled for: descriptors cost more than a look."""
+
+
+def _compiled(q: Tensor, group: Group, negative: bool) -> bool:
+    """Whether a call came here before for which the same is compiled."""
+    facts: list[Any] = [q.device, q.dtype, q.shape[2:], negative, DYNAMIC, LATE]
+    for memory in group.memories:
+        extent = memory.extent
+        facts += [memory.packed, memory.k.shape[-2], None if extent is None else extent.dtype]
+    known = tuple(facts) in _COMPILED
+    _COMPILED.add(tuple(facts))
+    return known and q.is_cuda
+
+
+def factor(scale: float) -> tuple[float, bool]:
+    """The scores' factor as the kernel takes it, not 0, and whether it is negative."""
+    scale2 = scale * LOG2E.value
+    return scale2 if abs(scale2) > SMALLEST else SMALLEST, scale2 < -SMALLEST
 
 
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
@@ -152,14 +210,14 @@ def counters(device: torch.device) -> Tensor:
     return _COUNTERS[key]
 
 
-def _rows_descriptor(x: Tensor) -> TensorDescriptor:
+def rows_descriptor(x: Tensor) -> TensorDescriptor:
     """[rows, n, H, D], rows and n of one stride, with boxes of 64 rows of one head."""
     n = x.shape[0] * x.shape[1]
     pitch = x.stride(0) if x.shape[1] == 1 else x.stride(1)
     return _descriptor(x, (n, *x.shape[2:]), (pitch, *x.stride()[2:]), (64, 1))
 
 
-def _keys_descriptor(x: Tensor, keys: int) -> TensorDescriptor:
+def keys_descriptor(x: Tensor, keys: int) -> TensorDescriptor:
     """[..., S, Hkv, D] as [rows, S, Hkv, D], with boxes of so many keys of one row and head."""
     x = aligned(x if x.dim() == 4 else x[None])
     return _descriptor(x, tuple(x.shape), x.stride(), (1, keys, 1))

@@ -4,7 +4,8 @@ Keys are cut into chunks of a fixed length, counted from the first key of their 
 a softmax state of its own, and states are merged in order. One program may take all chunks of a
 tile, or several may share them and a second launch merges: the same additions in the same order, so
 the same bits, and how many programs there are may depend on the batch. Whether a segment's keys
-are cut depends on how many query rows it has itself, and on nothing else.
+are cut depends on how many query rows it has itself, and on nothing else. So does whether it is
+left to another launch.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -86,19 +87,22 @@ def forward_chunks(
 
     Arguments as in `forward_tile`; chunk_ptr: float32 [tiles * heads, slots, DVP + 2, M], states,
     the weighted sums of values first; slots: chunks that a tile may have; CHUNK: keys of a chunk;
-    FEW: query rows of a segment up to which its keys are cut, others have one chunk a memory.
+    FEW: query rows of a segment up to which its keys are cut, others have one chunk a memory; if
+    negative, -FEW is meant, and others are left to another launch.
     """
     extents = (extent0, extent1, extent2, extent3)
     sizes = (size0, size1, size2, size3)
     head = tl.program_id(0) % heads
     tile = tl.program_id(0) // heads
     segment, begin, first, end = find_rows(offsets_ptr, live_ptr, segments, rows, tile, n_seed, M)
-    few = end <= FEW
+    few = end <= (FEW if FEW >= 0 else -FEW)
     end = tl.minimum(end, first + M)
     if segment == segments:
         if LAST and tl.program_id(1) == 0:
             store_nothing(o_ptr, lse_ptr, begin, first, end, n_seed, heads, head, DV, DVP, M)
         first = end
+    if FEW < 0:
+        first = tl.where(few, first, end)
     if first < end:
         steps = first + tl.arange(0, M)
         valid = steps < end

@@ -72,7 +72,7 @@ def forward(
             flags = {"FIRST": i == 0, "LAST": i == len(launches) - 1}
             results = (o, lse, *part)
             if sizes.n_seed < FUSED_SEEDS:
-                _chunks(q, results, group, live, sizes, flags)
+                launch_chunks(q, results, group, live, sizes, flags)
             else:
                 _rows(q, results, group, live, sizes, flags)
     return o, lse
@@ -157,7 +157,7 @@ def _rows(
     )
 
 
-def _chunks(
+def launch_chunks(
     q: Tensor,
     results: tuple[Tensor | None, ...],
     group: Group,

@@ -43,7 +43,7 @@ def attend(q, k, v, lengths, route, live):
     )
 
 
-@pytest.mark.parametrize("n", [16, 64])
+@pytest.mark.parametrize("n", [5, 16, 64])
 def test_a_graph_captured_at_capacity_serves_smaller_trees(n):
     tree = tree_of([25] * USERS)
     route = tree.route("item", "user")
@@ -105,14 +105,15 @@ def test_nothing_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_row_counts_compile_nothing():
+@pytest.mark.parametrize("n", [3, 64])
+def test_row_counts_compile_nothing(n):
     compiled = []
     before = knobs.runtime.jit_cache_hook
     try:
         for i, items in enumerate(([1], [1] * 16, [5, 3, 0], [4] * 16, [0, 1], [900, 700])):
             tree = BroadcastTree.from_counts({"item": items}, root="user").to("cuda")
             k, v = torch.zeros(2, len(items), 70, 2, 64, device="cuda", dtype=torch.float16)
-            q = k.new_zeros(sum(items), 64, 2, 64)
+            q = k.new_zeros(sum(items), n, 2, 64)
             ikbo.target_attention(q, {"user": (k, v)}, tree=tree, level="item", impl="gluon")
             if i == 0:
                 knobs.runtime.jit_cache_hook = lambda **about: compiled.append(about["repr"])

@@ -70,6 +70,41 @@ def test_sizes(n, heads, width, dtype, device):
     checked(with_grads(Call(tree, "item", q, memories)), device)
 
 
+FEW_SIZES = [(1, (2, 2), 128), (3, (4, 2), 64), (15, (2, 1), 96), (2, (2, 2), 256)]
+
+
+@every_dtype
+@pytest.mark.parametrize("form", ["padded", "packed"])
+@pytest.mark.parametrize(("n", "heads", "width"), FEW_SIZES)
+def test_few_query_rows_a_row(n, heads, width, form, dtype, device):
+    """Segments beside the border between chunks and tiles, on both sides; dead rows."""
+    border = 256 // n
+    items = [border, border + 1, 1, 0, 2 * border + 1, border]
+    live = sum(items)
+    options = {"heads": heads, "widths": (width, width), "dtype": dtype}
+    tree = two_levels(items, capacity={"user": 7, "item": live + 200})
+    lengths = [140, 130, 0, 7, 129, 1]
+    memories = [
+        memory(tree, "user", form, keys=140, lengths=lengths, **options),
+        memory(tree, "user", "padded", keys=9, lengths=[0, 1, 9, 0, 8, 7], seed=1, **options),
+    ]
+    q = queries(tree, "item", n, heads[0], width, dtype=dtype)
+    found = checked(with_grads(Call(tree, "item", q, memories)), device)
+    for name in ("o", "lse", "dq"):
+        assert (found[name][live:] == 0).all()
+
+
+def test_long_segments_anywhere_among_short_ones(device):
+    """More segments than a warp looks at together."""
+    items = [1 + i % 3 for i in range(700)]
+    for i in (0, 255, 256, 600, 699):
+        items[i] = 257 + i
+    tree = two_levels(items)
+    m = memory(tree, "user", "padded", keys=5, **HALF)
+    q = queries(tree, "item", 1, width=64, dtype=torch.float16)
+    checked(Call(tree, "item", q, [m]), device)
+
+
 @pytest.mark.parametrize("form", ["padded", "packed"])
 def test_lengths_beside_the_borders_of_blocks(form, device):
     lengths = [1, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257, 0]
@@ -159,13 +194,13 @@ def test_nan_stays_in_its_segment(form, keys, device):
 
 
 @every_dtype
-@pytest.mark.parametrize("n", [16, 64, 65])
+@pytest.mark.parametrize("n", [1, 16, 64, 65])
 def test_a_request_has_the_same_bits_in_any_batch(monkeypatch, n, dtype, device):
     """Alone, and amid others that shift its tiles and blocks; drawn or fixed tiles (contract 4)."""
     options = {"dtype": dtype, "widths": (128, 128)}
     rng = np.random.default_rng(n)
-    items = rng.integers(0, 40, 30)
-    items[11] = 9
+    items = rng.integers(0, 40 if n > 1 else 600, 30)
+    items[11] = mine = 9 if n > 1 else 300
     tree = two_levels(items)
     m = memory(tree, "user", "padded", keys=300, lengths=rng.integers(0, 301, 30), **options)
     m.lengths[11] = 300
@@ -173,7 +208,7 @@ def test_a_request_has_the_same_bits_in_any_batch(monkeypatch, n, dtype, device)
     q = queries(tree, "item", n, width=128, dtype=dtype)
     at = slice(int(items[:11].sum()), int(items[:12].sum()))
     one = ikbo.Memory("user", m.k[11:12], m.v[11:12], lengths=m.lengths[11:12])
-    alone = results(moved(Call(two_levels([9]), "item", q[at], [one]), device), "gluon")
+    alone = results(moved(Call(two_levels([mine]), "item", q[at], [one]), device), "gluon")
     for dynamic in (True, False):
         monkeypatch.setattr(gluon_sm90, "DYNAMIC", dynamic)
         found = results(moved(Call(tree, "item", q, [m]), device), "gluon")
@@ -210,7 +245,6 @@ def test_what_it_refuses(device):
     k = torch.zeros(1, 3, 1, 128, device=device, dtype=torch.float16)
     q = k.new_zeros(2, 16, 1, 128)
     for changed, reason in (
-        ({"q": q[:, :15]}, "16 query rows a row or more; got 15"),
         ({"q": q[..., :80], "k": k[..., :80]}, "got 80 and 80"),
         ({"q": q.float(), "k": k.float()}, "float32"),
         ({"bias": k.new_zeros(1, 3)}, "no bias"),
@@ -219,3 +253,6 @@ def test_what_it_refuses(device):
         m = ikbo.Memory("user", call["k"], call["k"], bias=call["bias"])
         with pytest.raises(ikbo.UnsupportedError, match=reason):
             ikbo.target_attention(call["q"], [m], tree=tree, level="item", impl="gluon")
+    own = ikbo.Memory("item", k.expand(2, 3, 1, 128), k.expand(2, 3, 1, 128))
+    with pytest.raises(ikbo.UnsupportedError, match="one level above the queries'; got 15"):
+        ikbo.target_attention(q[:, :15], [own], tree=tree, level="item", impl="gluon")

@@ -11,6 +11,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
 from ikbo_tree import BroadcastTree
+from ikbo_tree.kernels.self_target_attention import gluon_sm90 as both_sm90
 from ikbo_tree.kernels.target_attention import gluon_sm90
 from ikbo_tree.kernels.target_attention.gluon_config import HOPPER
 from ikbo_tree.kernels.target_attention.memories import Memory
@@ -68,8 +69,15 @@ def use(counts, shape):
     gluon_sm90.forward(*arguments(counts, shape), None, shape.scale)
 
 
-def built(monkeypatch, shape):
-    """The kernel that a call compiles."""
+def use_both(counts, shape, causal=False):
+    """With a query for each key."""
+    q, (memory,) = arguments(counts, shape)
+    q_self = q.new_zeros(*memory.k.shape[:-2], *q.shape[2:])
+    both_sm90.forward(q_self, q, memory, None, None, causal, shape.scale)
+
+
+def built(monkeypatch, shape, use=use):
+    """The kernels that a call compiles."""
     kept = []
     with compile_only() as compiled:
         compile_ = JITFunction.run
@@ -81,9 +89,8 @@ def built(monkeypatch, shape):
         monkeypatch.setattr(JITFunction, "run", keep)
         use(BATCHES[3], shape)
         monkeypatch.setattr(JITFunction, "run", compile_)
-    assert len(compiled) <= 1
-    (kernel,) = kept
-    return kernel
+    assert len(compiled) <= len(kept)
+    return kept
 
 
 def complaints(kernel, folder):
@@ -106,18 +113,60 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_it_takes(monkeypatch, tmp_path, shape):
-    kernel = built(monkeypatch, shape)
+def check(kernel, shape, folder, spills=0):
+    """The kernel fits, and nothing of its loops is in memory."""
     found = read(kernel, "sm_90")
     assert found.shared <= SHARED_LIMIT["sm_90"]
-    assert found.spills == 0
-    assert complaints(kernel, tmp_path) == []
+    assert found.spills <= spills
+    assert complaints(kernel, folder) == []
+    loops = re.findall(r"HGMMA(?:(?!BRA).)*HGMMA", found.listing, re.DOTALL)
+    assert loops
+    assert not any(re.search(r"\b(LDL|STL)\b", loop) for loop in loops)
     # Scores before the works and behind each, and in a step scores and values.
     assert found.hgmma >= 2 * 5 * 4
     # Without these every role would have as many registers, and the consumers would spill.
     wide = 8 * (HOPPER[shape.D].consumer_registers // 8)
     assert f"0x{wide:x}" in " ".join(re.findall(r"USETMAXREG.*", found.listing))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_it_takes(monkeypatch, tmp_path, shape):
+    (kernel,) = built(monkeypatch, shape)
+    check(kernel, shape, tmp_path)
+
+
+# Bytes that the scheduler keeps in memory, which has the fewest registers at these widths, and the
+# addresses of results.
+SPILLS = {192: 128, 256: 128}
+
+FEW = [
+    Shape(n=1),
+    Shape(n=5, packed=True, key_heads=1),
+    Shape(n=15, D=64, levels=("user", "user")),
+    Shape(n=1, D=256),
+]
+
+
+@pytest.mark.parametrize("shape", FEW, ids=str)
+def test_few_query_rows_a_row(monkeypatch, tmp_path, shape):
+    chunks, tiles = built(monkeypatch, shape)
+    check(tiles, shape, tmp_path, SPILLS.get(shape.D, 0))
+    assert read(chunks, "sm_90").spills == 0
+
+
+BOTH = [
+    *((Shape(D=D), True) for D in HOPPER),
+    (Shape(), False),
+    (Shape(D=256), False),
+    (Shape(n=1, packed=True, key_heads=1, dtype=torch.bfloat16), True),
+]
+
+
+@pytest.mark.parametrize(("shape", "causal"), BOTH, ids=str)
+def test_histories_beside_target_rows(monkeypatch, tmp_path, shape, causal):
+    kernels = built(monkeypatch, shape, lambda *call: use_both(*call, causal))
+    (kernel,) = kernels
+    check(kernel, shape, tmp_path, SPILLS.get(shape.D, 0))
 
 
 # With heads as nobody else here has them, so that the first batch compiles.
@@ -137,6 +186,24 @@ def test_row_counts_compile_nothing(shape):
         assert len(compiled) == 1
 
 
+def test_row_counts_compile_nothing_for_few_query_rows():
+    """The first batch has no long segment, and yet compiles the kernel that takes them."""
+    shape = Shape(n=3, D=64, heads=3, key_heads=1)
+    with compile_only() as compiled:
+        for counts in BATCHES:
+            use(counts, shape)
+            assert sum("attention_forward" in name for name in compiled) == 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_row_counts_compile_nothing_for_histories(packed):
+    shape = Shape(D=64, heads=3, key_heads=1, packed=packed)
+    with compile_only() as compiled:
+        for counts in BATCHES:
+            use_both(counts, shape)
+            assert len(compiled) == 1
+
+
 def reason(monkeypatch, shape=None, device="cuda", live=None, **changes):
     monkeypatch.setattr(gluon_sm90, "architecture", lambda device: "sm_90")
     q, memories = arguments(BATCHES[2], shape or Shape())
@@ -151,7 +218,9 @@ def test_what_it_refuses(monkeypatch):
     assert "compute capability 9.0" in reason(monkeypatch, device="cpu")
     assert "float32" in reason(monkeypatch, Shape(dtype=torch.float32))
     assert "got 80 and 80" in reason(monkeypatch, Shape(D=80))
-    assert "got 15" in reason(monkeypatch, Shape(n=15))
+    assert reason(monkeypatch, Shape(n=15, levels=("user", "user"))) is None
+    assert "one level" in reason(monkeypatch, Shape(n=15, levels=("user", "vendor")))
+    assert "one level" in reason(monkeypatch, Shape(n=1, levels=("item",)))
     assert "up to 4 memories" in reason(monkeypatch, Shape(levels=("user",) * 5))
     assert "no bias" in reason(monkeypatch, bias=torch.zeros(1, 96))
     assert "no mask" in reason(monkeypatch, mask=torch.ones(1, 96, dtype=torch.bool))

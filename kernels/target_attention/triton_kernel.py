@@ -165,6 +165,11 @@ def launch_chunks(
     sizes: Sizes,
     flags: dict[str, bool],
 ) -> None:
+    """Attends from segments of few query rows, whose keys are cut into chunks.
+
+    With `sizes.config.few` < 0, longer segments are left to others. results: o, lse and, float32,
+    what an earlier launch leaves for a later one. flags: FIRST and LAST.
+    """
     config = sizes.config
     tile, chunk = config.chunks, config.chunk
     M = sizes.tile_rows(group, tile.rows)

@@ -9,7 +9,12 @@ from ikbo_tree.kernels.common import dispatch, stages
 IMPLEMENTATIONS = dispatch.Implementations(
     "linear",
     __package__,
-    {"reference": "reference", "torch": "torch_impl", "triton": "triton_kernel"},
+    {
+        "reference": "reference",
+        "torch": "torch_impl",
+        "triton": "triton_kernel",
+        "gluon": "gluon_sm90",
+    },
     {"cuda": ("triton", "torch"), "default": ("torch",)},
 )
 

@@ -41,7 +41,7 @@ from ikbo_tree.ops import (
     target_attention,
 )
 from ikbo_tree.rewriting import rewrite
-from ikbo_tree.tree import BroadcastTree, Plan, concat, plan
+from ikbo_tree.tree import BroadcastTree, Plan, concat, plan, shard
 
 __version__ = "0.1.0"
 
@@ -82,6 +82,7 @@ __all__ = [
     "segment_softmax",
     "segment_topk",
     "self_target_attention",
+    "shard",
     "silu_attention",
     "target_attention",
 ]

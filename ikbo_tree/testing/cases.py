@@ -132,13 +132,16 @@ class Call:
         roundings: how often a value passes through a 16-bit output dtype (see `budget`).
         continuous: false where the gradient jumps between neighbouring inputs (a maximum with
             ties), so that moved inputs say nothing of rounding.
-        terms: a context in which results by `impl="reference"` are sums of the absolute values of
-            their terms, where these may cancel (see `budget`).
+        terms: a context in which results of `truth` are sums of the absolute values of their terms,
+            where these may cancel (see `budget`).
         multilinear: results are sums of products of inputs, so that with absolute values for inputs
             they are the sums of the absolute values of their terms.
         entangled: NaN in one row may reach others of its segment that do not depend on it (a causal
             mask, which contract 3 says nothing of).
         mixes_requests: rows of different root rows are combined, as in a reduction to a table.
+        meaning: `(tree, tensors)` -> the outputs by flat torch, which what comes out is compared
+            with, and differentiated; None: `run` with `impl="reference"`. A composition has one:
+            its own reference is composed in the same way.
     """
 
     op: str
@@ -153,6 +156,11 @@ class Call:
     multilinear: bool = False
     entangled: bool = False
     mixes_requests: bool = False
+    meaning: Callable[[BroadcastTree, Tensors], tuple[Tensor, ...]] | None = None
+
+    def truth(self, tree: BroadcastTree, x: Tensors) -> tuple[Tensor, ...]:
+        """What should come out, differentiable."""
+        return self.run(tree, x, "reference") if self.meaning is None else self.meaning(tree, x)
 
     def tensors(
         self, tree: BroadcastTree, dtype: torch.dtype, seed: int, *, dead: float = np.nan

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ikbo_tree.testing import cases_attention  # noqa: F401  # registers its cases
+from ikbo_tree.testing import (  # noqa: F401  # each registers its cases
+    cases_attention,
+    cases_composed,
+    cases_histories,
+    cases_interactions,
+    cases_ranking,
+)
 from ikbo_tree.testing.budget import Spent
 from ikbo_tree.testing.cases import Call, make_call
 from ikbo_tree.testing.checks import CHECKS, Bench
@@ -53,8 +59,7 @@ def check_op(
     in two runs; nothing written beside a buffer; no memory read before it is written.
 
     Args:
-        op: a registered case: `"broadcast"`, `"reduce"`, `"segment_softmax"`, `"linear"`,
-            `"linear_compression"`, `"target_attention"`, `"self_target_attention"`, or your own
+        op: a registered case: the name of any public op, or your own
             (`ikbo_tree.testing.cases.op_case`).
         tree: any tree.
         impl: the implementation under test.

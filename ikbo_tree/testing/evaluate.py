@@ -34,7 +34,7 @@ def run(
     tree: BroadcastTree,
     tensors: Mapping[str, Tensor],
     grads: Sequence[Tensor],
-    impl: str,
+    impl: str | None,
     *,
     wanted: Iterable[str] | None = None,
 ) -> Results:
@@ -45,7 +45,7 @@ def run(
         tree: the tree, on the tensors' device.
         tensors: its inputs.
         grads: gradient of each output.
-        impl: the implementation.
+        impl: the implementation; None: what should come out.
         wanted: inputs that ask for a gradient; default all.
     """
     names = list(tensors) if wanted is None else list(wanted)
@@ -53,7 +53,7 @@ def run(
         name: x.detach().requires_grad_(name in names) if x.is_floating_point() else x
         for name, x in tensors.items()
     }
-    outputs = call.run(tree, leaves, impl)
+    outputs = call.truth(tree, leaves) if impl is None else call.run(tree, leaves, impl)
     results = Results(tuple(x.detach() for x in outputs))
     pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
     if names and pairs:
@@ -124,21 +124,21 @@ def expect(
     """The exact results for (rounded) inputs, and float32 evaluations of them. On the CPU."""
     wide = {name: x.double() for name, x in tensors.items()}
     grads64 = [g.double() for g in grads]
-    exact = run(call, tree, wide, grads64, "reference")
+    exact = run(call, tree, wide, grads64, None)
     oracle = call.oracle(tree, {name: x.numpy() for name, x in wide.items()})
     exact.outputs = tuple(torch.from_numpy(np.asarray(y, np.float64)) for y in oracle)
     evaluations = []
     for k in range(EVALUATIONS if call.continuous else 1):
         at = {name: _moved(x, k, i) for i, (name, x) in enumerate(wide.items())}
         along = [_moved(g, k, 100 + i) for i, g in enumerate(grads64)]
-        evaluations.append(run(call, tree, at, along, "reference"))
+        evaluations.append(run(call, tree, at, along, None))
     terms: dict[str, Tensor] = {}
     if call.terms is not None:
         with call.terms():
-            terms = run(call, tree, wide, grads64, "reference").named()
+            terms = run(call, tree, wide, grads64, None).named()
     elif call.multilinear:
         sizes = {name: x.abs() for name, x in wide.items()}
-        terms = run(call, tree, sizes, [g.abs() for g in grads64], "reference").named()
+        terms = run(call, tree, sizes, [g.abs() for g in grads64], None).named()
     return Expected(exact, evaluations, terms)
 
 

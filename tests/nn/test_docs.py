@@ -7,6 +7,7 @@ import pytest
 
 import ikbo_tree
 import ikbo_tree.ops
+from ikbo_tree.testing.fuzzing import known_ops
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n?```text\n(.*?)```)?", re.S)
@@ -26,6 +27,10 @@ def test_every_op_has_a_row():
     public = {n for n in ikbo_tree.ops.__all__ if n[0].islower()}
     assert first_column("op") == public
     assert public < set(ikbo_tree.__all__)
+
+
+def test_every_op_is_fuzzed():
+    assert first_column("op") <= set(known_ops())
 
 
 def test_every_module_has_a_row():

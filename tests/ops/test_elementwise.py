@@ -1,15 +1,14 @@
 """add, mul, gate and film across levels, against flat torch on broadcast operands."""
 
-import numpy as np
 import pytest
 import torch
-from flat_twins import compiled_once, flat, hold, padded, some_users, users
+from flat_twins import compiled_once, some_users, users
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikbo_tree import BroadcastTree, TreeError, UnsupportedError
-from ikbo_tree.ops.elementwise import ACTIVATIONS, add, film, gate, mul
-from ikbo_tree.testing.cases import Call, Input, Rows, flag, pick, reachable, some_of
+from ikbo_tree.ops.elementwise import add, film, gate, mul
+from ikbo_tree.testing import check_op
 from ikbo_tree.testing.strategies import trees
 
 OPS = ("add", "mul", "gate", "film")
@@ -17,83 +16,8 @@ every_op = pytest.mark.parametrize("op", OPS)
 every_impl = pytest.mark.parametrize("impl", ["torch", "reference"])
 
 
-def call_of(op, level, run, meaning, inputs, *, entangled=False):
-    """A call whose reference is flat torch, differentiated by autograd."""
-
-    def by_either(tree, x, impl):
-        if impl == "reference":
-            return (padded(tree, level, meaning(tree, x)),)
-        return (run(tree, x, impl),)
-
-    def oracle(tree, arrays):
-        x = {name: torch.from_numpy(np.asarray(a)) for name, a in arrays.items()}
-        return tuple(y.numpy() for y in by_either(tree, x, "reference"))
-
-    linear = op in ("add", "mul", "film")
-    return Call(
-        op, op, inputs, (Rows(level),), by_either, oracle, multilinear=linear, entangled=entangled
-    )
-
-
-def draw(op, tree, rng):
-    level = pick(rng, tree.levels)
-    shape = pick(rng, [(), (1,), (5,), (2, 3), (0,)])
-
-    def trailing():
-        return tuple(n if rng.integers(4) else 1 for n in shape)
-
-    if op in ("add", "mul"):
-        names = some_of(rng, reachable(tree, level))
-        inputs = {name: Input(name, shape=trailing()) for name in names}
-        last = tree.chain("inputs", names)[-1]
-        options = {} if last == level and flag(rng) else {"level": level}
-        ours, theirs = (add, torch.add) if op == "add" else (mul, torch.mul)
-
-        def meaning(tree, x):
-            total = flat(tree, level, x[names[0]], names[0])
-            for name in names[1:]:
-                total = theirs(total, flat(tree, level, x[name], name))
-            return total
-
-        def run(tree, x, impl):
-            return ours(x, tree=tree, impl=impl, **options)
-
-        return call_of(op, level, run, meaning, inputs)
-    of = pick(rng, reachable(tree, level))
-    x_level, other = (level, of) if flag(rng) else (of, level)
-    inputs = {"x": Input(x_level, shape=trailing()), "other": Input(other, shape=trailing())}
-    if op == "gate":
-        name, factor = pick(rng, list(ACTIVATIONS)), pick(rng, [1.0, 2.0])
-
-        def meaning(tree, x):
-            gates = ACTIVATIONS[name](flat(tree, level, x["other"], other)) * factor
-            return flat(tree, level, x["x"], x_level) * gates
-
-        def run(tree, x, impl):
-            return gate(
-                x["x"], x["other"], tree=tree, level=x_level, of=other, activation=name,
-                factor=factor, impl=impl,
-            )  # fmt: skip
-
-        # At NaN the slope of torch's relu is 1, and not what it was before.
-        return call_of(op, level, run, meaning, inputs, entangled=name == "relu")
-    if flag(rng):
-        inputs["shift"] = Input(other, shape=trailing())
-
-    def meaning(tree, x):
-        out = flat(tree, level, x["x"], x_level) * flat(tree, level, x["other"], other)
-        return out + flat(tree, level, x["shift"], other) if "shift" in x else out
-
-    def run(tree, x, impl):
-        return film(
-            x["x"], x["other"], x.get("shift"), tree=tree, level=x_level, of=other, impl=impl
-        )
-
-    return call_of(op, level, run, meaning, inputs)
-
-
 def check(op, tree, seed, dtype=torch.float32, impl="torch"):
-    hold(draw(op, tree, np.random.default_rng(seed)), tree, seed, dtype, impl)
+    check_op(op, tree, impl=impl, dtype=dtype, seed=seed)
 
 
 @every_op

@@ -1,67 +1,30 @@
 """embedding, by distinct ids or not, against plain indexing."""
 
-import numpy as np
 import pytest
 import torch
-from flat_twins import compiled_once, hold, some_users, users
+from flat_twins import compiled_once, some_users, users
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikbo_tree import TreeError, UnsupportedError
 from ikbo_tree.ops import embeddings
 from ikbo_tree.ops.embeddings import embedding
-from ikbo_tree.testing.cases import Call, Input, Rows, flag, pick
+from ikbo_tree.testing import check_op
 from ikbo_tree.testing.strategies import trees
 
 every_impl = pytest.mark.parametrize("impl", ["torch", "reference"])
 either_way = pytest.mark.parametrize("unique", [True, False])
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def draw(tree, rng):
-    """A call whose reference is plain indexing, differentiated by autograd."""
-    level = pick(rng, [*tree.levels, *tree.tables])
-    tail, size, width = pick(rng, [(), (1,), (3,), (2, 2), (0,)]), pick(rng, [1, 4, 50]), 3
-    given = rng.integers(0, size, (tree.rows(level), *tail))
-    dtype, unique = pick(rng, INTEGERS), flag(rng)
-
-    def ids(tree):
-        """Nonsense in dead rows."""
-        found = torch.full((tree.capacity(level), *tail), 99, dtype=dtype)
-        found[: len(given)] = torch.from_numpy(given)
-        return found
-
-    def run(tree, x, impl):
-        weight = x["weight"]
-        if impl == "reference":
-            out = weight[torch.from_numpy(given)]
-            dead = tree.capacity(level) - len(given)
-            return (torch.cat([out, out.new_zeros(dead, *out.shape[1:])]),)
-        return (embedding(ids(tree), weight, tree=tree, level=level, unique=unique, impl=impl),)
-
-    def oracle(tree, arrays):
-        return (run(tree, {"weight": torch.from_numpy(arrays["weight"])}, "reference")[0].numpy(),)
-
-    inputs = {"weight": Input(shape=(size, width))}
-    code = f"embedding at {level}, {tail} of {size}, {unique}"
-    return Call("embedding", code, inputs, (Rows(level),), run, oracle, multilinear=True)
-
-
-def check(tree, seed, dtype=torch.float32):
-    """No input has rows that could spoil others."""
-    hold(draw(tree, np.random.default_rng(seed)), tree, seed, dtype, without=("isolation",))
+def check(tree, seed, dtype=torch.float32, impl="torch"):
+    check_op("embedding", tree, impl=impl, dtype=dtype, seed=seed)
 
 
 @every_impl
 @settings(max_examples=25)
 @given(tree=trees(max_rows=200), seed=st.integers(0, 2**16))
 def test_contracts(impl, tree, seed):
-    if impl == "torch":
-        check(tree, seed)
-    else:
-        call = draw(tree, np.random.default_rng(seed))
-        x = call.tensors(tree, torch.float32, seed)
-        assert torch.equal(*(call.run(tree, x, name)[0] for name in ("torch", "reference")))
+    check(tree, seed, impl=impl)
 
 
 @settings(max_examples=15)

@@ -1,145 +1,27 @@
 """dot_interaction, factorization_machine and cross, against flat torch on broadcast inputs."""
 
-import numpy as np
 import pytest
 import torch
-from flat_twins import compiled_once, hold, padded, side_by_side, some_users, users
+from flat_twins import compiled_once, some_users, users
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikbo_tree import TreeError, UnsupportedError
 from ikbo_tree.ops import cross_layers, dots, interactions
-from ikbo_tree.ops.cross_layers import LowRankCross, MatrixCross, MixtureCross, VectorCross, cross
+from ikbo_tree.ops.cross_layers import MatrixCross, MixtureCross, VectorCross, cross
 from ikbo_tree.ops.interactions import dot_interaction, factorization_machine
-from ikbo_tree.testing.cases import Call, Input, Rows, flag, pick, reachable, some_of
+from ikbo_tree.testing import check_op
+from ikbo_tree.testing.cases_composed import side_by_side
+from ikbo_tree.testing.cases_interactions import flat_cross, flat_machine
 from ikbo_tree.testing.strategies import trees
 
 OPS = ("dot_interaction", "factorization_machine", "cross")
-FORMS = ("vector", "matrix", "low rank", "mixture", "gated mixture")
 every_op = pytest.mark.parametrize("op", OPS)
 every_impl = pytest.mark.parametrize("impl", ["torch", "reference"])
 
 
-def flat_dots(x, order, itself):
-    """By the definition of the order, pair after pair."""
-    z = torch.bmm(x, x.transpose(1, 2))
-    size = x.shape[1]
-    if order == "tril":
-        pairs = [(i, j) for i in range(size) for j in range(i + itself)]
-    else:
-        pairs = [(i, j) for i in range(size) for j in range(i + 1 - itself, size)]
-    i, j = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).unbind(1)
-    return z[:, i, j]
-
-
-def flat_machine(x):
-    return (x.sum(1).square() - x.square().sum(1)) / 2
-
-
-def flat_cross(x0, layers):
-    x = x0
-    for form, w in layers:
-        bias = w.get("bias", 0)
-        if form == "vector":
-            x = x0 * (x @ w["weight"])[:, None] + bias + x
-        elif form == "matrix":
-            x = x0 * (x @ w["weight"].T + bias) + x
-        elif form == "low rank":
-            x = x0 * (x @ w["v"].T @ w["u"].T + bias) + x
-        else:
-            experts = w["v"].shape[0]
-            gates = torch.full((len(x), experts), 1 / experts, dtype=x.dtype)
-            if "gates" in w:
-                gates = (x @ w["gates"].T).softmax(1)
-            total = 0
-            for e in range(experts):
-                hidden = torch.tanh(torch.tanh(x @ w["v"][e].T) @ w["c"][e].T)
-                total = total + gates[:, e, None] * (x0 * (hidden @ w["u"][e].T + bias))
-            x = total + x
-    return x
-
-
-def layer_shapes(form, width, rng):
-    rank, experts = pick(rng, [1, 3]), pick(rng, [1, 2])
-    shapes = {
-        "vector": {"weight": (width,)},
-        "matrix": {"weight": (width, width)},
-        "low rank": {"u": (width, rank), "v": (rank, width)},
-        "mixture": {
-            "u": (experts, width, rank), "v": (experts, rank, width), "c": (experts, rank, rank)
-        },
-    }  # fmt: skip
-    found = shapes[form.removeprefix("gated ")]
-    if form == "gated mixture":
-        found["gates"] = (experts, width)
-    return found | ({"bias": (width,)} if flag(rng) else {})
-
-
-def layer_of(form, weights):
-    kinds = {"vector": VectorCross, "matrix": MatrixCross, "low rank": LowRankCross}
-    return kinds.get(form, MixtureCross)(**weights)
-
-
-def draw(op, tree, rng):
-    """A call whose reference is flat torch, differentiated by autograd."""
-    level = pick(rng, tree.levels)
-    names = some_of(rng, reachable(tree, level))
-    options = {} if tree.chain("x", names)[-1] == level and flag(rng) else {"level": level}
-    terms = op != "cross"
-    if op == "cross":
-        inputs = {name: Input(name, shape=(pick(rng, [1, 3, 8]),)) for name in names}
-        width = sum(spec.shape[0] for spec in inputs.values())
-        forms = [pick(rng, FORMS) for _ in range(pick(rng, [1, 1, 2, 3]))]
-        if flag(rng):
-            forms = ["vector", *forms]
-        shapes = [layer_shapes(form, width, rng) for form in forms]
-        for at, layer in enumerate(shapes):
-            for name, shape in layer.items():
-                inputs[f"{at}_{name}"] = Input(shape=shape, scale=0.4)
-
-        def split(x):
-            weights = [{n: x[f"{at}_{n}"] for n in layer} for at, layer in enumerate(shapes)]
-            return {n: x[n] for n in names}, list(zip(forms, weights, strict=True))
-
-        def meaning(tree, x):
-            parts, layers = split(x)
-            return flat_cross(side_by_side(tree, level, parts, names), layers)
-
-        def run(tree, x, impl):
-            parts, layers = split(x)
-            layers = [layer_of(*layer) for layer in layers]
-            return cross(parts, layers, tree=tree, impl=impl, **options)
-
-    else:
-        dim = pick(rng, [1, 3, 8])
-        inputs = {name: Input(name, shape=(pick(rng, [1, 2, 5]), dim)) for name in names}
-        if op == "dot_interaction":
-            kind = {"order": pick(rng, ["tril", "triu"]), "self_interaction": flag(rng)}
-            ours, theirs = dot_interaction, lambda x: flat_dots(x, *kind.values())
-            options |= kind
-        else:
-            ours, theirs = factorization_machine, flat_machine
-
-        def meaning(tree, x):
-            return theirs(side_by_side(tree, level, x, names))
-
-        def run(tree, x, impl):
-            return ours(x, tree=tree, impl=impl, **options)
-
-    def by_either(tree, x, impl):
-        if impl == "reference":
-            return (padded(tree, level, meaning(tree, x)),)
-        return (run(tree, x, impl),)
-
-    def oracle(tree, arrays):
-        x = {name: torch.from_numpy(np.asarray(a)) for name, a in arrays.items()}
-        return tuple(y.numpy() for y in by_either(tree, x, "reference"))
-
-    return Call(op, f"{op} {options}", inputs, (Rows(level),), by_either, oracle, multilinear=terms)
-
-
 def check(op, tree, seed, dtype=torch.float32, impl="torch"):
-    hold(draw(op, tree, np.random.default_rng(seed)), tree, seed, dtype, impl)
+    check_op(op, tree, impl=impl, dtype=dtype, seed=seed)
 
 
 @every_op

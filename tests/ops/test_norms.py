@@ -1,18 +1,16 @@
 """layer_norm and rms_norm over a virtual concatenation, against flat torch on a real one."""
 
-import contextlib
-
-import numpy as np
 import pytest
 import torch
-from flat_twins import compiled_once, hold, padded, side_by_side, some_users, users
+from flat_twins import compiled_once, some_users, users
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikbo_tree import BroadcastTree, TreeError, UnsupportedError
 from ikbo_tree.ops import norms
 from ikbo_tree.ops.norms import layer_norm, rms_norm
-from ikbo_tree.testing.cases import Call, Input, Rows, flag, pick, reachable, some_of
+from ikbo_tree.testing import check_op
+from ikbo_tree.testing.cases_composed import flat_norm, side_by_side
 from ikbo_tree.testing.strategies import trees
 
 OPS = ("layer_norm", "rms_norm")
@@ -20,81 +18,8 @@ every_op = pytest.mark.parametrize("op", OPS)
 every_impl = pytest.mark.parametrize("impl", ["torch", "reference"])
 
 
-def flat_norm(op, x, weight, bias, eps):
-    width = x.shape[1:]
-    if op == "layer_norm":
-        return torch.nn.functional.layer_norm(x, width, weight, bias, eps)
-    return torch.nn.functional.rms_norm(x, width, weight, eps)
-
-
-class Terms(torch.autograd.Function):
-    """The same, but its gradients are sums of the absolute values of their terms, which cancel."""
-
-    @staticmethod
-    def forward(ctx, op, x, weight, bias, eps):
-        ctx.op, ctx.eps = op, eps
-        ctx.save_for_backward(x, weight, bias)
-        return flat_norm(op, x, weight, bias, eps)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, bias = ctx.saved_tensors
-        if ctx.op == "layer_norm":
-            x = x - x.mean(1, keepdim=True)
-        rstd = (x.square().mean(1, keepdim=True) + ctx.eps).rsqrt()
-        size, grad = (x * rstd).abs(), grad.abs()
-        d_weight, d_bias = (grad * size).sum(0), grad.sum(0)
-        grad = grad if weight is None else grad * weight.abs()
-        dx = grad + size * (grad * size).mean(1, keepdim=True)
-        if ctx.op == "layer_norm":
-            dx = dx + grad.mean(1, keepdim=True)
-        return (
-            None, rstd * dx, None if weight is None else d_weight, None if bias is None else d_bias,
-            None,
-        )  # fmt: skip
-
-
-def draw(op, tree, rng):
-    """A call whose reference is flat torch, differentiated by autograd."""
-    level = pick(rng, tree.levels)
-    names = some_of(rng, reachable(tree, level))
-    inputs = {name: Input(name, shape=(pick(rng, [1, 2, 7, 20]),)) for name in names}
-    width = sum(spec.shape[0] for spec in inputs.values())
-    for name in ("weight", "bias")[: 2 if op == "layer_norm" else 1]:
-        if flag(rng):
-            inputs[name] = Input(shape=(width,))
-    in_terms = []
-
-    @contextlib.contextmanager
-    def terms():
-        in_terms.append(True)
-        yield
-        in_terms.clear()
-
-    options = {"eps": pick(rng, [1e-5, 1e-2])}
-    last = tree.chain("x", names)[-1]
-    where = {} if last == level and flag(rng) else {"level": level}
-
-    def run(tree, x, impl):
-        parts = {name: x[name] for name in names}
-        given = {name: x[name] for name in ("weight", "bias") if name in x}
-        if impl == "reference":
-            whole = side_by_side(tree, level, parts, names)
-            norm = Terms.apply if in_terms else flat_norm
-            out = norm(op, whole, x.get("weight"), x.get("bias"), options["eps"])
-            return (padded(tree, level, out),)
-        ours = layer_norm if op == "layer_norm" else rms_norm
-        return (ours(parts, **given, tree=tree, impl=impl, **options, **where),)
-
-    def oracle(tree, arrays):
-        x = {name: torch.from_numpy(np.asarray(a)) for name, a in arrays.items()}
-        return tuple(y.numpy() for y in run(tree, x, "reference"))
-
-    return Call(op, f"{op} {options}", inputs, (Rows(level),), run, oracle, terms=terms)
-
-
 def check(op, tree, seed, dtype=torch.float32, impl="torch"):
-    hold(draw(op, tree, np.random.default_rng(seed)), tree, seed, dtype, impl)
+    check_op(op, tree, impl=impl, dtype=dtype, seed=seed)
 
 
 @every_op

@@ -1,19 +1,16 @@
 """pool and attention_pool of padded and packed histories, against one row at a time."""
 
-import contextlib
-
 import numpy as np
 import pytest
 import torch
-from flat_twins import compiled_once, hold
+from flat_twins import compiled_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikbo_tree import BroadcastTree, TreeError
 from ikbo_tree.ops import pooling
 from ikbo_tree.ops.pooling import attention_pool, pool
-from ikbo_tree.testing.cases import Call, Input, Rows, pick
-from ikbo_tree.testing.cases_attention import Owned
+from ikbo_tree.testing import check_op
 from ikbo_tree.testing.strategies import trees
 
 OPS = ("pool", "attention_pool")
@@ -26,92 +23,8 @@ def users(rows, **options):
     return BroadcastTree.from_counts({"item": [1] * rows}, root="user", root_rows=rows, **options)
 
 
-def entries(owned, x, row):
-    """What a row owns."""
-    if owned.offsets is not None:
-        return x[int(owned.offsets[row]) : int(owned.offsets[row + 1])]
-    return x[row] if owned.lengths is None else x[row, : int(owned.lengths[row])]
-
-
-def flat_pool(x, how):
-    if how == "max":
-        return x.amax(0) if len(x) else x.new_full(x.shape[1:], -torch.inf)
-    return x.sum(0) / (max(len(x), 1) if how == "mean" else 1)
-
-
-def flat_attention(x, scores):
-    return (scores.softmax(0).unsqueeze(-1) * x).sum(0)
-
-
-class Terms(torch.autograd.Function):
-    """`flat_attention`, its gradients the sums of the absolute values of their terms."""
-
-    @staticmethod
-    def forward(ctx, x, scores):
-        ctx.save_for_backward(x, scores)
-        return flat_attention(x, scores)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, scores = ctx.saved_tensors
-        p = scores.softmax(0)
-        size = (grad.abs() * x.abs()).sum(-1)
-        return p.unsqueeze(-1) * grad.abs(), p * (size + (p * size).sum(0))
-
-
-def draw(op, tree, rng):
-    """A call whose reference is plain torch, row after row, differentiated by autograd."""
-    level = pick(rng, [*tree.levels, *tree.tables])
-    owned = Owned.draw(tree, level, rng)
-    how = pick(rng, ["mean", "sum", "max"])
-    if op == "pool":
-        tail = pick(rng, [(), (1,), (5,), (2, 3), (0,)])
-        inputs = {"x": Input(**owned.rows(), shape=owned.shape(*tail))}
-    else:
-        tail = pick(rng, [(1,), (5,), (2, 3)])
-        inputs = {
-            "x": Input(**owned.rows(), shape=owned.shape(*tail)),
-            "scores": Input(**owned.rows(), shape=owned.shape(*tail[:-1])),
-        }
-
-    in_terms = []
-
-    @contextlib.contextmanager
-    def terms():
-        in_terms.append(True)
-        yield
-        in_terms.clear()
-
-    def run(tree, x, impl):
-        if impl != "reference":
-            options = {"tree": tree, "level": level, "impl": impl, **owned.options(tree)}
-            if op == "pool":
-                return (pool(x["x"], op=how, **options),)
-            return (attention_pool(x["x"], x["scores"], **options),)
-        out, attend = [], Terms.apply if in_terms else flat_attention
-        for row in range(tree.rows(level)):
-            parts = [entries(owned, x[name], row) for name in inputs]
-            out.append(flat_pool(*parts, how) if op == "pool" else attend(*parts))
-        # Dead rows, and one that is cut off again, so that there always is one.
-        spare = tree.capacity(level) - tree.rows(level) + 1
-        # Differentiable where no row is live, too.
-        none = sum(part.flatten()[:0].sum() for part in x.values())
-        out += [torch.zeros(tail, dtype=none.dtype)] * spare
-        return ((torch.stack(out) + none)[:-1],)
-
-    def oracle(tree, arrays):
-        x = {name: torch.from_numpy(np.asarray(a)) for name, a in arrays.items()}
-        return tuple(y.numpy() for y in run(tree, x, "reference"))
-
-    return Call(
-        op, f"{op} {how} {owned}", inputs, (Rows(level),), run, oracle,
-        continuous=op != "pool" or how != "max", multilinear=op == "pool" and how != "max",
-        terms=terms if op == "attention_pool" else None,
-    )  # fmt: skip
-
-
 def check(op, tree, seed, dtype=torch.float32, impl="torch"):
-    hold(draw(op, tree, np.random.default_rng(seed)), tree, seed, dtype, impl)
+    check_op(op, tree, impl=impl, dtype=dtype, seed=seed)
 
 
 @every_op

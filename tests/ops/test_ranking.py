@@ -1,18 +1,16 @@
 """segment_topk and the losses over segments, against one segment at a time."""
 
-import contextlib
-
 import numpy as np
 import pytest
 import torch
-from flat_twins import compiled_once, hold, some_users, users
+from flat_twins import compiled_once, some_users, users
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikbo_tree import BroadcastTree, TreeError, UnsupportedError, implementation
 from ikbo_tree.ops import pairs, ranking
 from ikbo_tree.ops.ranking import listwise_softmax_loss, pairwise_logistic_loss, segment_topk
-from ikbo_tree.testing.cases import Call, Input, Rows, pick, reachable
+from ikbo_tree.testing import check_op
 from ikbo_tree.testing.strategies import trees
 
 OPS = ("segment_topk", "listwise_softmax_loss", "pairwise_logistic_loss")
@@ -22,148 +20,8 @@ every_loss = pytest.mark.parametrize("op", LOSSES)
 every_impl = pytest.mark.parametrize("impl", ["torch", "reference"])
 
 
-def members(tree, level, of):
-    """The live rows of `level` below each live row of `of`."""
-    above = tree.ancestors(level, of=of)[: tree.rows(level)].tolist()
-    found = [[] for _ in range(tree.rows(of))]
-    for row, at in enumerate(above):
-        found[at].append(row)
-    return found
-
-
-def best(scores, rows, k):
-    """By a sort in Python: NaN first, then the largest, then the lowest row."""
-    values = scores.detach().tolist()
-    return sorted(rows, key=lambda r: (values[r] == values[r], -values[r], r))[:k]
-
-
-def flat_list(scores, labels):
-    """One list's loss and what it counts for in the mean."""
-    gap = torch.where((scores == -torch.inf) & (labels == 0), 0, scores.logsumexp(0) - scores)
-    return (labels * gap).sum(), (labels != 0).any().to(scores.dtype)
-
-
-def flat_pairs(scores, labels):
-    total, count = scores[:0].sum(), 0
-    for i in range(len(scores)):
-        wins = labels[i] > labels
-        total = total + torch.nn.functional.softplus(scores[wins] - scores[i], threshold=700).sum()
-        count += int(wins.sum())
-    return total, torch.tensor(float(count), dtype=scores.dtype)
-
-
-class ListTerms(torch.autograd.Function):
-    """A list's loss, its gradients the sums of the absolute values of their terms."""
-
-    @staticmethod
-    def forward(ctx, scores, labels):
-        ctx.save_for_backward(scores, labels)
-        return flat_list(scores, labels)[0]
-
-    @staticmethod
-    def backward(ctx, grad):
-        scores, labels = ctx.saved_tensors
-        labels = labels.abs()
-        size = scores.logsumexp(0).abs() + scores.abs()
-        return grad.abs() * (scores.softmax(0) * labels.sum() + labels), grad.abs() * size
-
-
-class PairTerms(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, scores, labels):
-        ctx.save_for_backward(scores, labels)
-        return flat_pairs(scores, labels)[0]
-
-    @staticmethod
-    def backward(ctx, grad):
-        scores, labels = ctx.saved_tensors
-        wins = labels[:, None] > labels[None, :]
-        weight = torch.where(wins, (scores[None, :] - scores[:, None]).sigmoid(), 0)
-        return grad.abs() * (weight.sum(0) + weight.sum(1)), None
-
-
-def draw(op, tree, rng):
-    """A call whose reference is plain torch, segment after segment."""
-    level = pick(rng, tree.levels)
-    of = pick(rng, reachable(tree, level))
-    k, reduction = pick(rng, [1, 3, 10]), pick(rng, ["mean", "sum", "none"])
-    inputs = {"scores": Input(level, scale=2.0)}
-    given = np.floor(rng.uniform(0, pick(rng, [1, 2, 4]), tree.rows(level)))
-    if op == "listwise_softmax_loss":
-        inputs["labels"] = Input(level)
-    in_terms = []
-
-    @contextlib.contextmanager
-    def terms():
-        in_terms.append(True)
-        yield
-        in_terms.clear()
-
-    def labels(tree, x):
-        if "labels" in x:
-            return x["labels"]
-        found = torch.full((tree.capacity(level),), torch.nan, dtype=torch.float64)
-        found[: len(given)] = torch.from_numpy(given)
-        return found
-
-    def run(tree, x, impl):
-        where = {"tree": tree, "level": level, "of": of, "impl": impl}
-        if op == "segment_topk":
-            values, rows = segment_topk(x["scores"], k, **where)
-            return values, rows.double()
-        loss = getattr(ranking, op)(x["scores"], labels(tree, x), reduction=reduction, **where)
-        return (loss.reshape(-1),)
-
-    def meaning(tree, x):
-        dead = tree.capacity(of) - tree.rows(of)
-        scores, zero = x["scores"], x["scores"][:0].sum()
-        if op == "segment_topk":
-            values, rows = [], []
-            for segment in members(tree, level, of):
-                taken = best(scores, segment, k)
-                missing = k - len(taken)
-                values.append(torch.cat([scores[taken], scores.new_full((missing,), -torch.inf)]))
-                rows.append([*taken, *[-1] * missing])
-            values = torch.stack([*values, *[scores.new_zeros(k)] * (dead + 1)])[:-1] + zero
-            return values, torch.tensor([*rows, *[[0] * k] * (dead + 1)])[:-1].double()
-        loss, size = {
-            "listwise_softmax_loss": (flat_list, ListTerms),
-            "pairwise_logistic_loss": (flat_pairs, PairTerms),
-        }[op]
-        given = labels(tree, x).to(scores.dtype)
-        parts = [(scores[s], given[s]) for s in members(tree, level, of) if s]
-        losses = [size.apply(*p) if in_terms else loss(*p)[0] for p in parts]
-        none = zero + given[:0].sum()
-        if reduction == "none":
-            losses = iter(losses)
-            found = [next(losses) if s else none * 0 for s in members(tree, level, of)]
-            return (torch.stack([*found, *[none * 0] * (dead + 1)])[:-1] + none,)
-        total = torch.stack([none, *losses]).sum()
-        if reduction == "mean":
-            total = total / torch.stack([zero * 0, *[loss(*p)[1] for p in parts]]).sum().clamp(
-                min=1
-            )
-        return (total.reshape(1),)
-
-    def by_either(tree, x, impl):
-        return meaning(tree, x) if impl == "reference" else run(tree, x, impl)
-
-    def oracle(tree, arrays):
-        x = {name: torch.from_numpy(np.asarray(a)) for name, a in arrays.items()}
-        return tuple(y.detach().numpy() for y in meaning(tree, x))
-
-    topk = op == "segment_topk"
-    outputs = (Rows(of if topk or reduction == "none" else None),) * (2 if topk else 1)
-    return Call(
-        op, f"{op} {level} of {of}, {k}, {reduction}", inputs, outputs, by_either, oracle,
-        continuous=not topk, terms=None if topk else terms,
-        entangled=topk,  # a NaN comes first, and the last one falls out
-        mixes_requests=of in tree.tables or outputs[0].level is None,
-    )  # fmt: skip
-
-
 def check(op, tree, seed, dtype=torch.float32, impl="torch"):
-    hold(draw(op, tree, np.random.default_rng(seed)), tree, seed, dtype, impl)
+    check_op(op, tree, impl=impl, dtype=dtype, seed=seed)
 
 
 @every_op

@@ -1,8 +1,5 @@
 """silu_attention against loops, for all the memories it takes."""
 
-from unittest import mock
-
-import numpy as np
 import pytest
 import torch
 from flat_twins import compiled_once, some_users, users
@@ -10,111 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikbo_tree import BroadcastTree, Memory, TreeError, UnsupportedError
-from ikbo_tree.ops import silu_reference, silu_torch
+from ikbo_tree.ops import silu_torch
 from ikbo_tree.ops.silu_attention import silu_attention
-from ikbo_tree.testing.cases import Call, Input, Rows, pick, reachable, some_of
-from ikbo_tree.testing.cases_attention import DrawnMemory
-from ikbo_tree.testing.checks import CHECKS, Bench
-from ikbo_tree.testing.oracles import Parents
+from ikbo_tree.testing import check_op
 from ikbo_tree.testing.strategies import trees
 
 every_impl = pytest.mark.parametrize("impl", ["torch", "reference"])
 
 
-class Terms(torch.autograd.Function):
-    """`attend` and its gradients, as sums of the absolute values of their terms.
-
-    The slope of silu is at most 1.1, and errs with the score that it is taken at.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, bias, valid, scale):
-        q, k, v = q.abs(), k.abs(), v.abs()
-        scores = torch.einsum("rnhd,rkhd->rnhk", q, k) * abs(scale)
-        scores = scores + bias.abs().transpose(1, 2).unsqueeze(1)
-        weights = scores.masked_fill(~valid[:, None, None, :], 0)
-        ctx.save_for_backward(q, k, v, weights, valid)
-        ctx.scale = abs(scale)
-        return torch.einsum("rnhk,rkhd->rnhd", weights, v)
-
-    @staticmethod
-    def backward(ctx, grad):
-        q, k, v, weights, valid = ctx.saved_tensors
-        size = grad.abs()
-        ds = torch.einsum("rnhd,rkhd->rnhk", size, v) * 1.1 * (1 + weights)
-        ds = ds.masked_fill(~valid[:, None, None, :], 0)
-        dq = torch.einsum("rnhk,rkhd->rnhd", ds, k) * ctx.scale
-        dk = torch.einsum("rnhk,rnhd->rkhd", ds, q) * ctx.scale
-        dv = torch.einsum("rnhk,rnhd->rkhd", weights, size)
-        return dq, dk, dv, ds.sum(1).transpose(1, 2), None, None
-
-
-def by_loops(tree, q, owned, level, length, scale):
-    """One row, head and key at a time."""
-    out = np.zeros((*q.shape[:-1], owned[0].v.shape[-1]), q.dtype)
-    up, heads = Parents(tree), q.shape[2]
-    for row in range(tree.rows(level)):
-        parts = [memory.of_row(up.above(level, row, memory.level)) for memory in owned]
-        keys = sum(len(k) for k, _, _ in parts)
-        over = max(1, keys) if length is None else np.broadcast_to(length, len(q))[row]
-        for k, v, bias in parts:
-            for key in range(len(k)):
-                for head in range(heads):
-                    shared = head * k.shape[1] // heads
-                    score = q[row, :, head] @ k[key, shared] * scale
-                    if bias is not None:
-                        score = score + (bias[key] if bias.ndim == 1 else bias[key, head])
-                    weight = score / (1 + np.exp(-score)) / over
-                    out[row, :, head] += weight[:, None] * v[key, shared]
-    return out
-
-
-def draw(tree, rng):
-    level = pick(rng, tree.levels)
-    names = some_of(rng, reachable(tree, level) * 2)[:3]
-    memories = [DrawnMemory.draw(tree, name, str(i), rng) for i, name in enumerate(names)]
-    n, (heads, shared) = pick(rng, [1, 2, 5]), pick(rng, [(1, 1), (2, 2), (4, 2)])
-    dim = pick(rng, [1, 4, 24])
-    width, scale = pick(rng, [dim, 3]), pick(rng, [None, 0.7])
-    inputs = {"q": Input(level, shape=(n, heads, dim))}
-    for memory in memories:
-        inputs |= memory.inputs(shared, dim, width, heads, rng)
-    lengths = rng.integers(1, 9, tree.rows(level))
-    kind = pick(rng, ["number", "each", "keys"])
-
-    def length(tree):
-        """Zero for dead rows."""
-        if kind != "each":
-            return 7.0 if kind == "number" else None
-        found = torch.zeros(tree.capacity(level), dtype=torch.int32)
-        found[: len(lengths)] = torch.from_numpy(lengths)
-        return found
-
-    def run(tree, x, impl):
-        listed = [memory.memory(tree, x) for memory in memories]
-        options = {"length": length(tree), "scale": scale, "impl": impl}
-        return (silu_attention(x["q"], listed, tree=tree, level=level, **options),)
-
-    def oracle(tree, x):
-        owned = [memory.oracle(x) for memory in memories]
-        over = length(tree)
-        over = over.numpy() if isinstance(over, torch.Tensor) else over
-        factor = dim**-0.5 if scale is None else scale
-        return (by_loops(tree, x["q"], owned, level, over, factor),)
-
-    listed = ", ".join(memory.code() for memory in memories)
-    code = f"silu_attention(q, [{listed}], level={level!r}, scale={scale}, {kind})"
-    return Call(
-        "silu_attention", code, inputs, (Rows(level),), run, oracle,
-        terms=lambda: mock.patch.object(silu_reference, "attend", Terms.apply),
-    )  # fmt: skip
-
-
 def check(tree, seed, dtype=torch.float32, impl="torch"):
-    call = draw(tree, np.random.default_rng(seed))
-    bench = Bench(call, tree, impl, dtype, seed, torch.device("cpu"))
-    for run in CHECKS.values():
-        run(bench)
+    check_op("silu_attention", tree, impl=impl, dtype=dtype, seed=seed)
 
 
 @settings(max_examples=40)

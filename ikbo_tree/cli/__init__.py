@@ -7,7 +7,7 @@ import sys
 
 from ikbo_tree.extras import MissingExtraError, require
 
-COMMANDS = ("demo", "movielens", "fuzz", "tune")
+COMMANDS = ("demo", "movielens", "fuzz", "tune", "serve", "bench-serve")
 
 
 def main() -> None:
@@ -20,8 +20,9 @@ def main() -> None:
         app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
         app.callback()(_about)
         for name in COMMANDS:
-            module_of = importlib.import_module(f"ikbo_tree.cli.{name}")
-            app.command(name)(getattr(module_of, name))
+            module = name.replace("-", "_")
+            module_of = importlib.import_module(f"ikbo_tree.cli.{module}")
+            app.command(name)(getattr(module_of, module))
         app()
     except MissingExtraError as error:
         print(f"ikbo-tree: {error}", file=sys.stderr)

@@ -5,12 +5,17 @@ inputs      what the caller declares of a model's inputs; random ones that keep 
 capture     the model as one graph of ATen ops; what is refused, and why
 values      what is known of a value: Dense, Lazy (a gather put off), Index (a map), Cat
 rowwise     which ops treat a dim as a batch: the rules, as data (rowwise_views, _products: more)
-engine      interprets one op by these rules; splitting, attention, bags, gathers: special ones
+engine      interprets one op by these rules; special ones: gathers, splitting, norms, blocks,
+            attention, bags
 graph_pass  interprets the whole graph; builder writes the new one
+wide        split products of 16-bit values, by ops that keep float32
+cost        operations and bytes of a graph; profit: which rewrites save any
+dynamo      the same pass as a backend of torch.compile
 validate    compares both graphs, op by op, in float64
 report      what was done
 """
 
 from ikbo_tree.rewriting.api import rewrite
+from ikbo_tree.rewriting.dynamo import backend, declared_inputs
 
-__all__ = ["rewrite"]
+__all__ = ["backend", "declared_inputs", "rewrite"]

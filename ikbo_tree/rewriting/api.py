@@ -22,6 +22,7 @@ def rewrite(
     counts: Mapping[str, tuple[str, str]] | None = None,
     compact: Mapping[str, str] | None = None,
     tree: BroadcastTree | None = None,
+    profit: bool = True,
     check_seconds: float = 5.0,
 ) -> tuple[nn.Module, Report]:
     """Rewrites a finished PyTorch model so that every op runs on its coarsest rows.
@@ -34,7 +35,8 @@ def rewrite(
 
     Args:
         model: in evaluation mode.
-        example_inputs: by name, or in the order of the model's `forward`. Row counts may be any.
+        example_inputs: by name, or in the order of the model's `forward`. The result takes any
+            numbers of rows; those of the example decide what pays.
         levels: for each input with rows in dim 0 the level they belong to.
         broadcasts: for each input that is a map, (fine, coarse): [rows of fine], any integers, the
             coarse row of each. Maps that compose (item to vendor, vendor to user, item to user)
@@ -44,8 +46,11 @@ def rewrite(
             takes them.
         compact: for inputs that arrive already broadcast, the coarser level they belong to. The
             rewritten model takes them there, and a `tree` as one more keyword.
-        tree: with `compact`, an example of that tree: its levels, and whether it is sorted. Default
-            a chain of the levels in `compact`, in their order, sorted.
+        tree: with `compact`, an example of that tree: its levels, whether it is sorted, and how
+            many rows there are, which decides what pays. Default a chain of the levels in
+            `compact`, in their order, sorted, two rows below each.
+        profit: leave alone what saves no work on the example's rows, counted as in
+            `rewriting.profit`; False rewrites whatever can be.
         check_seconds: how long to compare on random trees; 0 for no check.
 
     Returns:
@@ -81,6 +86,7 @@ def rewrite(
     from ikbo_tree.rewriting.capture import Compacted, capture
     from ikbo_tree.rewriting.graph_pass import Rewriting
     from ikbo_tree.rewriting.inputs import declared
+    from ikbo_tree.rewriting.profit import Profit
     from ikbo_tree.rewriting.validate import validate
 
     given = declared(
@@ -91,8 +97,14 @@ def rewrite(
         (fine,) = {given.levels[name] for name in given.compact}
         whole = Compacted(model, given, fine).eval()
     captured = capture(whole, given)
-    rewriting = Rewriting(captured, given)
-    rewriting.run()
+    prices = Profit(captured, given)
+    if profit:
+        rewriting = prices.best()
+    else:
+        rewriting = Rewriting(captured, given)
+        rewriting.run()
+    rewriting.report.before = dict(prices.costs(captured.module.graph))
+    rewriting.report.after = dict(prices.costs(rewriting.graph))
     if check_seconds > 0:
         rewriting.report.checks = validate(
             captured, rewriting.graph, rewriting.env, given, check_seconds

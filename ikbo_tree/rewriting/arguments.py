@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from ikbo_tree.rewriting.rowwise import Operand
-from ikbo_tree.rewriting.values import Cat, Dense, Index, Lazy
+from ikbo_tree.rewriting.values import Cat, Dense, Index, Later, Lazy
 
-VALUES = (Dense, Lazy, Index, Cat)
+VALUES = (Dense, Lazy, Index, Cat, Later)
 
 
 def flatten(values: Any) -> list[Any]:

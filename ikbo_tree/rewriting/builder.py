@@ -30,6 +30,7 @@ class Builder:
         self.fake = fake
         self.origin: fx.Node | None = None
         self._known: dict[Any, fx.Node] = {}
+        self._gathered: dict[fx.Node, list[fx.Node]] = {}
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call of a function without side effects; the node of an equal call, if there is one."""
@@ -93,7 +94,15 @@ class Builder:
         """`node` along `path`."""
         if not path:
             return node
-        index = self.compose(path)
+        found = self._gather(node, self.compose(path), dim, merged)
+        self._gathered.setdefault(node, []).append(found)
+        return found
+
+    def gathers(self, node: fx.Node) -> bool:
+        """Whether rows of `node` were gathered and the result is used."""
+        return any(found.users for found in self._gathered.get(node, ()))
+
+    def _gather(self, node: fx.Node, index: fx.Node, dim: int, merged: Merged) -> fx.Node:
         if merged == ALONE:
             return self.call(aten.index_select.default, node, dim, index)
         sizes: list[Any] = [self.size(node, d) for d in range(len(shape(node)))]
@@ -109,7 +118,8 @@ class Builder:
         if step.offsets is not None:
             return step.offsets, step.order
         ordered = self.call(aten.sort.stable, step.index, stable=True)
-        ends = self.call(aten.arange.default, self.call(operator.add, rows, 1))
+        device = step.index.meta["val"].device
+        ends = self.call(aten.arange.default, self.call(operator.add, rows, 1), device=device)
         first = self.call(aten.searchsorted.Tensor, self.call(operator.getitem, ordered, 0), ends)
         return self.int32(first), self.int32(self.call(operator.getitem, ordered, 1))
 

@@ -32,12 +32,12 @@ class Captured:
     Attributes:
         module: ATen ops, parameters and buffers as attributes, the model's call convention.
         placeholders: flat names of its inputs in order: `user_x`, `tree.3`.
-        rows: of each level, in the inputs that it was captured with.
+        any_rows: whether it holds for any numbers of rows.
     """
 
     module: fx.GraphModule
     placeholders: dict[str, fx.Node]
-    rows: dict[str, int]
+    any_rows: bool = True
 
 
 class Compacted(nn.Module):
@@ -79,6 +79,20 @@ def capture(model: nn.Module, given: Declared) -> Captured:
     inputs = random_inputs(given, rows, seed=0)
     dims = {level: Dim(f"rows_{level}") for level in rows}
     dynamic = {name: _dynamic(given, name, x, dims) for name, x in inputs.items()}
+    return exported(model, inputs, dynamic)
+
+
+def exported(
+    model: nn.Module, inputs: dict[str, Any], dynamic: dict[str, Any], *, any_rows: bool = True
+) -> Captured:
+    """Exports a model in evaluation mode.
+
+    Args:
+        model: it.
+        inputs: by name.
+        dynamic: the `dynamic_shapes` of `torch.export`.
+        any_rows: as in `Captured`.
+    """
     with _capturing():
         try:
             program = torch.export.export(
@@ -93,9 +107,8 @@ def capture(model: nn.Module, given: Declared) -> Captured:
     assert isinstance(module, fx.GraphModule)
     for node in module.graph.nodes:
         _refuse_op(node)
-    names = _flat_names(inputs)
     nodes = list(module.graph.find_nodes(op="placeholder"))
-    return Captured(module, dict(zip(names, nodes, strict=True)), rows)
+    return Captured(module, dict(zip(_flat_names(inputs), nodes, strict=True)), any_rows)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from ikbo_tree.rewriting.values import (
     Cat,
     Dense,
     Index,
+    Later,
     Lazy,
     Map,
     Merged,
@@ -93,11 +94,13 @@ class Engine:
         counts: maps by the node of the counts that describe them.
         between: maps of a tree, from each level to each above it.
         maps: paths as one map, made so far.
-        done: what became of the call under way: "sunk", "split", "replaced", "kept".
+        done: what became of the call under way: "sunk", "split", "replaced", "kept", "left".
+        reduces: whether a path leads to fewer rows.
     """
 
-    def __init__(self, build: Builder) -> None:
+    def __init__(self, build: Builder, reduces: Callable[[Path], bool]) -> None:
         self.build = build
+        self.reduces = reduces
         self.counts: dict[fx.Node, Map] = {}
         self.between: dict[tuple[str, str], Map] = {}
         self.maps: dict[Path, Map] = {}
@@ -108,6 +111,11 @@ class Engine:
         call = Call(target, bind(target, args, kwargs), out)
         self.done = ("kept", ())
         return self.rewritten(call)
+
+    def leave(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        """A call that is not worth rewriting."""
+        self.done = ("left", ())
+        return self.kept(Call(target, bind(target, args, kwargs), out))
 
     def apply(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Rewrites a call that a rule makes on Values."""
@@ -122,7 +130,7 @@ class Engine:
 
     def rewritten(self, call: Call) -> Any:
         """What a call gives, by the first rule that knows."""
-        lazy = any(isinstance(x, (Lazy, Index, Cat)) for x in call.values())
+        lazy = any(not isinstance(x, Dense) for x in call.values())
         if not lazy and call.packet is not aten.repeat_interleave:
             return self.kept(call)
         for structure in STRUCTURAL.get(call.packet, ()):
@@ -253,6 +261,7 @@ class Engine:
             parts.append(self.apply_bound(target, bind(target, (), own)))
         if not any(isinstance(x, (Lazy, Cat)) for x in parts):
             return None
+        self.done = ("split", ())
         return Cat(tuple(parts), tuple(w * rows.merged.inner for w in first.widths), rows.dim)
 
     def _part(self, x: Any, alike: list[Cat], i: int, width: int) -> Any:
@@ -273,6 +282,8 @@ class Engine:
 
     def like(self, value: Value) -> Any:
         """A fake tensor as the model has it; nothing is gathered for it."""
+        if isinstance(value, Later):
+            return value.out
         plain = self.plain(value)
         if isinstance(plain, Cat):
             with self.build.fake:
@@ -287,7 +298,12 @@ class Engine:
             return x.new_empty(sizes)
 
     def plain(self, value: Value) -> Dense | Lazy | Cat:
-        """A map as the tensor that it is."""
+        """A map as the tensor that it is, and what was put off as its result."""
+        if isinstance(value, Later):
+            done = self.done
+            found: Dense = self.kept(Call(value.target, value.args, value.out))
+            self.done = done
+            return found
         if not isinstance(value, Index):
             return value
         *near, last = value.path

@@ -10,6 +10,9 @@ from ikbo_tree.rewriting.values import ALONE, Dense, Index, Lazy, Path, Value
 def gathered(engine: Engine, value: Value, path: Path, dim: int) -> Value | None:
     """`value` along a path: longer by it, if it is lazy in that dim already."""
     plain = engine.plain(value)
+    if not engine.reduces(path + (plain.path if isinstance(plain, Lazy) else ())):
+        engine.done = ("left", path)
+        return None
     if isinstance(plain, Dense):
         engine.done = ("gathered", path)
         return Lazy(plain.node, path, dim)

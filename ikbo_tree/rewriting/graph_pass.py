@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,13 +11,20 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from ikbo_tree.errors import TreeError
-from ikbo_tree.rewriting import attention, bags, gathers, splitting  # noqa: F401  register their rules
+from ikbo_tree.rewriting import (  # noqa: F401  register their rules
+    attention,
+    bags,
+    blocks,
+    gathers,
+    norms,
+    splitting,
+)
 from ikbo_tree.rewriting.arguments import VALUES
 from ikbo_tree.rewriting.builder import Builder, aten
 from ikbo_tree.rewriting.capture import Captured
 from ikbo_tree.rewriting.engine import Engine, path_of
 from ikbo_tree.rewriting.inputs import Declared
-from ikbo_tree.rewriting.product import product
+from ikbo_tree.rewriting.product import flat_module, product
 from ikbo_tree.rewriting.report import Report, Step
 from ikbo_tree.rewriting.values import Dense, Index, Map, Path, describe, shape
 from ikbo_tree.tree import BroadcastTree
@@ -34,14 +41,27 @@ _DROPPED = (
 class Rewriting:
     """One pass over one graph.
 
+    Args:
+        captured: the original.
+        given: the declarations.
+        left: names of nodes that stay where the model has them.
+        reduces: whether rows are fewer at a path's end; elsewhere nothing is put off.
+
     Attributes:
         env: what became of each original node.
         report: what was done.
     """
 
-    def __init__(self, captured: Captured, given: Declared) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        given: Declared,
+        left: frozenset[str] = frozenset(),
+        reduces: Callable[[Path], bool] = lambda path: True,
+    ) -> None:
         self.captured = captured
         self.given = given
+        self.left = left
         self.graph = fx.Graph()
         self.graph._codegen = captured.module.graph._codegen
         self.env: dict[fx.Node, Any] = {}
@@ -54,7 +74,7 @@ class Rewriting:
         # Nothing that the pass asks about sizes may make them constants.
         fake.shape_env.freeze()
         self.build = Builder(self.graph, fake)
-        self.engine = Engine(self.build)
+        self.engine = Engine(self.build, reduces)
 
     def run(self) -> None:
         """Interprets every node."""
@@ -73,7 +93,8 @@ class Rewriting:
                 self.build.origin = None
                 self.graph.output(self._result(node.args[0]))
         for name, node in self.captured.placeholders.items():
-            if name in self.given.batches and isinstance(shape(node)[0], int):
+            fixed = name in self.given.batches and isinstance(shape(node)[0], int)
+            if fixed and self.captured.any_rows:
                 raise AssertionError(f"the rows of {name} became a constant")
 
     def _copied(self, node: fx.Node) -> Any:
@@ -87,7 +108,8 @@ class Rewriting:
         if not isinstance(node.target, torch._ops.OpOverload):
             plain = [self.engine.dense(x) if isinstance(x, VALUES) else x for x in args]
             return self.build.call(node.target, *plain, **kwargs)
-        found = self.engine.run(node.target, args, kwargs, node.meta["val"])
+        run = self.engine.leave if node.name in self.left else self.engine.run
+        found = run(node.target, args, kwargs, node.meta["val"])
         self.report.steps.append(Step.of(node, self.engine.done, path_of_any(found)))
         return found
 
@@ -165,9 +187,21 @@ class Rewriting:
 
     def finished(self) -> nn.Module:
         """The new model, without what nothing uses."""
+        self._clean()
+        return product(self.captured, self.graph, self.given)
+
+    def flat(self) -> fx.GraphModule:
+        """The same of tensors by position, results in a tuple, as compilers pass graphs on."""
+        self._clean()
+        for node in self.graph.nodes:
+            # Values of this trace, whose symbols are not those of the next one.
+            for name in ("val", "tensor_meta", "example_value"):
+                node.meta.pop(name, None)
+        return flat_module(self.captured, self.graph)
+
+    def _clean(self) -> None:
         self.graph.eliminate_dead_code()
         self.graph.lint()
-        return product(self.captured, self.graph, self.given)
 
 
 def _through(fine: str, coarse: str, known: Mapping[tuple[str, str], Map]) -> Path:

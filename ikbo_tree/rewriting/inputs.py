@@ -140,7 +140,8 @@ def _compacted(given: Declared, tree: BroadcastTree | None) -> Declared:
         if name not in given.compact:
             rows = torch.arange(tree.rows(level)).remainder(max(1, example[name].shape[0]))
             example[name] = example[name][rows]
-    example[TREE] = tree
+    device = example[next(iter(given.compact))].device
+    example[TREE] = tree if tree.device == device else tree.to(device)
     return Declared(example, given.levels, given.maps, given.counts, given.compact, TREE)
 
 
@@ -175,7 +176,7 @@ def random_inputs(
     found: dict[str, Any] = {}
     for name, x in given.example.items():
         if isinstance(x, BroadcastTree):
-            found[name] = _tree_like(x, rows)
+            found[name] = _tree_like(x, rows).to(x.device)
         elif name in given.maps:
             found[name] = maps[given.maps[name]].to(x.dtype)
         elif name in given.counts:
@@ -188,6 +189,8 @@ def random_inputs(
             found[name] = _like(x, tuple(shape), generator, dtype) if level else _cast(x, dtype)
         else:
             found[name] = x
+        if isinstance(x, Tensor):
+            found[name] = found[name].to(x.device)
     return found
 
 
@@ -207,7 +210,7 @@ def _like(
     if x.shape[0] == 0:
         return x.new_zeros(shape)
     chosen = torch.randint(0, x.shape[0], (shape[0],), generator=generator)
-    return x[chosen]
+    return x[chosen.to(x.device)]
 
 
 def _random_maps(

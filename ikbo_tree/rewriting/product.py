@@ -36,6 +36,14 @@ def product(captured: Captured, graph: fx.Graph, given: Declared) -> nn.Module:
     return _frozen(_on_trees(fx.GraphModule(root, graph, "Rewritten"), given, spec))
 
 
+def flat_module(captured: Captured, graph: fx.Graph) -> fx.GraphModule:
+    """The new graph as a module that takes its inputs by position."""
+    targets = [str(node.target) for node in graph.find_nodes(op="get_attr")]
+    graph.set_codegen(fx.graph.CodeGen())
+    root = {target: _attribute(captured.module, target) for target in targets}
+    return fx.GraphModule(root, graph, "Rewritten")
+
+
 def _frozen(module: nn.Module) -> nn.Module:
     return module.train(False)
 

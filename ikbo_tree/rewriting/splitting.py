@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from ikbo_tree.rewriting import wide
 from ikbo_tree.rewriting.builder import aten
 from ikbo_tree.rewriting.engine import Call, Engine, path_of, structural
 from ikbo_tree.rewriting.rowwise import front
@@ -142,7 +145,10 @@ def over_parts(engine: Engine, call: Call) -> Value | None:
     if x.dim not in dims:
         return None
     args = (dims, call.args["keepdim"])
-    total = added(engine, [engine.apply(aten.sum.dim_IntList, part, *args) for part in x.parts])
+    short = call.out.dtype if wide.is_short(engine, x) else None
+    named = {"dtype": torch.float32} if short else {}
+    sums = [engine.apply(aten.sum.dim_IntList, part, *args, **named) for part in x.parts]
+    total = added(engine, sums)
     if call.packet is aten.mean:
         count = sum(x.widths)
         for d in dims:
@@ -152,6 +158,8 @@ def over_parts(engine: Engine, call: Call) -> Value | None:
                     return None
                 count *= size
         total = engine.apply(aten.div.Tensor, total, count)
+    if short:
+        total = engine.apply(aten.to.dtype, total, short)
     engine.done = ("split", ())
     return total
 
@@ -163,18 +171,22 @@ def linear(engine: Engine, call: Call) -> Value | None:
     if not isinstance(x, Cat) or x.dim != len(engine.shape(x)) - 1:
         return None
 
-    def product(part: Value, columns: Value, biased: bool) -> Value:
-        added_bias = bias if biased else None
-        return engine.apply(aten.linear.default, part, columns, added_bias)  # type: ignore[no-any-return]
+    def product(part: Value, columns: Value, added: Value | None) -> Value:
+        return engine.apply(aten.linear.default, part, columns, added)  # type: ignore[no-any-return]
 
-    return _split(engine, x, weight, 1, product)
+    return _split(engine, x, weight, 1, product, bias)
 
 
 @structural("addmm")
 def addmm(engine: Engine, call: Call) -> Value | None:
     """A product and what is added to it."""
-    if not isinstance(call.args["mat1"], Cat):
+    x, weight, bias = (call.args[name] for name in ("mat1", "mat2", "self"))
+    if not isinstance(x, Cat):
         return None
+    if wide.is_short(engine, x):
+        if (call.args["alpha"], call.args["beta"], len(engine.shape(bias)), x.dim) != (1, 1, 1, 1):
+            return None
+        return _split(engine, x, weight, 0, None, bias)
     terms = [engine.apply(aten.mm.default, call.args["mat1"], call.args["mat2"]), call.args["self"]]
     for i, name in enumerate(("alpha", "beta")):
         if call.args[name] != 1:
@@ -191,21 +203,40 @@ def matmul(engine: Engine, call: Call) -> Value | None:
     if min(ranks) < 2:
         return None
 
-    def left(part: Value, rows: Value, biased: bool) -> Value:
+    def left(part: Value, rows: Value, bias: Value | None) -> Value:
         return engine.apply(call.target, part, rows)  # type: ignore[no-any-return]
 
-    def right(part: Value, columns: Value, biased: bool) -> Value:
+    def right(part: Value, columns: Value, bias: Value | None) -> Value:
         return engine.apply(call.target, columns, part)  # type: ignore[no-any-return]
 
     if isinstance(a, Cat) and a.dim == ranks[0] - 1:
         return _split(engine, a, b, ranks[1] - 2, left)
     if isinstance(b, Cat) and b.dim == ranks[1] - 2:
-        return _split(engine, b, a, ranks[0] - 1, right)
+        return _split(engine, b, a, ranks[0] - 1, right, of_rows=False)
     return None
 
 
-def _split(engine: Engine, x: Cat, other: Value, dim: int, product: Any) -> Value | None:
-    """The sum over lineages of `product(part of x, the range of other that meets it, first)`."""
+def _split(
+    engine: Engine,
+    x: Cat,
+    other: Value,
+    dim: int,
+    product: Any,
+    bias: Value | None = None,
+    *,
+    of_rows: bool = True,
+) -> Value | None:
+    """The sum over lineages of `product(part of x, the range of other that meets it, bias)`.
+
+    Args:
+        engine: it.
+        x: one factor.
+        other: the other, and its `dim` that is summed over.
+        dim: the other one is [N, K], or [K, N] if it is 0 and x is the first factor.
+        product: of float32 or wider values; 16-bit ones go through `wide`.
+        bias: of all, which the coarsest rows carry: they are fewest.
+        of_rows: whether x is the first factor.
+    """
     groups: dict[Any, list[tuple[Value, Value, int]]] = {}
     at = 0
     for part, width in zip(x.parts, x.widths, strict=True):
@@ -215,16 +246,25 @@ def _split(engine: Engine, x: Cat, other: Value, dim: int, product: Any) -> Valu
         at += width
     if len(groups) == 1:
         return None
-    # The coarsest rows are fewest: they carry the bias.
     ordered = sorted(groups.values(), key=lambda g: -len(path_of(g[0][0])))
-    products = []
-    for i, group in enumerate(ordered):
+    pairs = []
+    for group in ordered:
         part, met = group[0][0], group[0][1]
         if len(group) > 1:
             part = engine.apply(aten.cat.default, [p for p, _, _ in group], x.dim)
             met = _range(engine, other, dim, group)
-        products.append(product(part, met, i == 0))
-    found = added(engine, products)
+        pairs.append((part, met))
+    found: Value | None
+    if wide.is_short(engine, x):
+        if of_rows and dim == 0:
+            pairs = [(part, engine.apply(aten.transpose.int, met, 0, 1)) for part, met in pairs]
+        found = wide.summed(engine, pairs, left=of_rows, bias=bias)
+        if found is None:
+            return None
+    else:
+        biases = [bias, *[None] * (len(pairs) - 1)]
+        products = [product(*pair, own) for pair, own in zip(pairs, biases, strict=True)]
+        found = added(engine, products)
     engine.done = ("split", path_of(found))
     return found
 

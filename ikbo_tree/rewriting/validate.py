@@ -16,10 +16,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
+from ikbo_tree.rewriting.arguments import arranged, swapped_args
 from ikbo_tree.rewriting.capture import Captured, source
 from ikbo_tree.rewriting.errors import RewriteError
 from ikbo_tree.rewriting.inputs import Declared, random_inputs
-from ikbo_tree.rewriting.values import Cat, Dense, Index, Lazy, Path
+from ikbo_tree.rewriting.values import Cat, Dense, Index, Later, Lazy, Path
 
 TOLERANCE = 1e-9
 """Of float64 values, relative to the largest of a tensor: sums in another order err by 1e-13."""
@@ -94,7 +95,14 @@ class _Run(fx.Interpreter):
         self.values: dict[fx.Node, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
+        if n.target is torch.ops.aten.rms_norm.default and len(n.args) < 4:
+            # Without an eps it takes that of its dtype, which is another one here.
+            x, shape, weight = (*n.args, None)[:3]
+            eps = torch.finfo(n.meta["val"].dtype).eps
+            args: Any = self.map_nodes_to_values((x, shape, weight), n)
+            value = n.target(*args, eps)
+        else:
+            value = super().run_node(n)
         self.values[n] = value
         return value
 
@@ -162,6 +170,10 @@ def counterpart(value: Any, now: Mapping[fx.Node, Any]) -> Any:
         return _composed(value.path, now).to(value.dtype)
     if isinstance(value, Cat):
         return torch.cat([counterpart(x, now) for x in value.parts], value.dim)
+    if isinstance(value, Later):
+        args = swapped_args(value.args, lambda x: counterpart(x, now))
+        positional, named = arranged(value.target, args)
+        return value.target(*positional, **named)
     if isinstance(value, Lazy):
         x, index = now[value.node], _composed(value.path, now)
         rows = x.movedim(value.dim, 0)

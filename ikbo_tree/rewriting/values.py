@@ -8,7 +8,7 @@ for any index. Nothing here looks at sizes to guess which batch a value belongs 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import fx
@@ -111,7 +111,22 @@ class Cat:
     dim: int
 
 
-Value: TypeAlias = "Dense | Lazy | Index | Cat"
+@dataclass(frozen=True)
+class Later:
+    """An op that is done in whole only if something takes its result in whole.
+
+    Attributes:
+        target: op overload.
+        args: by the names of its schema.
+        out: its result, as a fake tensor on fine rows.
+    """
+
+    target: Any
+    args: dict[str, Any]
+    out: torch.Tensor
+
+
+Value: TypeAlias = "Dense | Lazy | Index | Cat | Later"
 
 
 def common(paths: list[Path]) -> Path:

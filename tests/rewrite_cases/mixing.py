@@ -49,6 +49,14 @@ case("normalised_loss", lambda m, u, i, idx: F.mse_loss(u[idx], i), kept="mse_lo
 case("differences", lambda m, u, i, idx: i + F.pad(u[idx].diff(dim=0), (0, 0, 1, 0)),
      not_exportable="Constraints violated")
 case("pad_rows", lambda m, u, i, idx: F.pad(u[idx], (0, 0, 1, 0))[:-1] + i)
+case("linear_by_rows", lambda m, u, i, idx: F.linear(i, u[idx]).softmax(1).sum(0)[:, None] + i,
+     kept="linear")
+case("diagonal_of_rows", lambda m, u, i, idx: i * u[idx].diagonal().sum())
+case("embedding_of_rows", lambda m, u, i, idx, perm: F.embedding(perm, u[idx]).exp() * i)
+case("tiled_rows", lambda m, u, i, idx: u[idx].tile(2, 1)[:i.shape[0]].exp() * i)
+case("repeated_rows", lambda m, u, i, idx: u[idx].repeat(2, 1)[i.shape[0]:].exp() * i)
+case("tril_of_rows", lambda m, u, i, idx: u[idx].tril() + i, kept="tril")
+case("gather_over_rows", lambda m, u, i, idx: u[idx].gather(0, i.argsort(0)) * i)
 case("sum_to_scalar", lambda m, u, i, idx: (u[idx] * i).sum(), kept="mul sum")
 case("mean_of_squares", lambda m, u, i, idx: i / u[idx].pow(2).mean().sqrt(), split="*",
      kept="mean")

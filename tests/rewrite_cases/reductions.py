@@ -46,6 +46,8 @@ case("cummax", lambda m, u, i, idx: u[idx].cummax(1).values + i, sunk="cummax")
 case("count_nonzero", lambda m, ub, i, idx: ub[idx].sum(1, keepdim=True) * i, sunk="sum")
 case("cosine_same", lambda m, u, u2, i, idx: F.cosine_similarity(u[idx], u2[idx])[:, None] * i,
      sunk="cosine_similarity")
+case("cosine_of_tokens", lambda m, ut, ut2, it, idx: F.cosine_similarity(ut[idx], ut2[idx], dim=-1)
+     [..., None] * it, sunk="cosine_similarity")
 case("cosine_across", lambda m, u, i, idx: F.cosine_similarity(u[idx].exp(), i, dim=-1), sunk="exp")
 
 # Order within a row.

@@ -20,13 +20,13 @@ from ikbo_tree.kernels.target_attention import gluon_sm90
 from ikbo_tree.kernels.target_attention.gluon_config import HOPPER
 from ikbo_tree.kernels.target_attention.gluon_device import TILE
 from ikbo_tree.kernels.target_attention.gluon_kernel import run_roles
-from ikbo_tree.kernels.target_attention.gluon_sm90 import (
+from ikbo_tree.kernels.target_attention.gluon_operands import (
     aligned,
     counters,
-    factor,
     keys_descriptor,
     rows_descriptor,
 )
+from ikbo_tree.kernels.target_attention.gluon_sm90 import factor
 from ikbo_tree.kernels.target_attention.memories import Memory
 from ikbo_tree.kernels.target_attention.triton_backward import folded
 from ikbo_tree.kernels.target_attention.triton_device import COUNTS, MAPS

@@ -23,15 +23,15 @@ from ikbo_tree.kernels.common.triton_lib import guard
 from ikbo_tree.kernels.target_attention import triton_backward
 from ikbo_tree.kernels.target_attention.config import FUSED_SEEDS
 from ikbo_tree.kernels.target_attention.gluon_backward_config import KEYS, QUERIES, GradientTile
-from ikbo_tree.kernels.target_attention.gluon_backward_operands import (
-    counters,
-    keys_descriptor,
-    rows_descriptor,
-)
 from ikbo_tree.kernels.target_attention.gluon_keys_device import BLOCK, KEYS_TILE
 from ikbo_tree.kernels.target_attention.gluon_keys_device import HALF as HALF_KEYS
 from ikbo_tree.kernels.target_attention.gluon_keys_kernel import key_gradients
 from ikbo_tree.kernels.target_attention.gluon_keys_pieces import add_pieces
+from ikbo_tree.kernels.target_attention.gluon_operands import (
+    blocks_descriptor,
+    counters,
+    keys_descriptor,
+)
 from ikbo_tree.kernels.target_attention.gluon_queries_device import HALF, TILE
 from ikbo_tree.kernels.target_attention.gluon_queries_kernel import query_gradients
 from ikbo_tree.kernels.target_attention.memories import Memory
@@ -117,7 +117,7 @@ def queries(
     far = torch.empty(rows.stats.shape[1:], dtype=torch.int8, device=dq.device)
     again = torch.zeros(items, dtype=torch.int32, device=dq.device)
     tile = QUERIES[sizes.D]
-    descriptors = [rows_descriptor(x, HALF.value) for x in (rows.q, rows.do, rows.o, dq)]
+    descriptors = [blocks_descriptor(x, HALF.value) for x in (rows.q, rows.do, rows.o, dq)]
     for memory in group.memories:
         descriptors += [keys_descriptor(x, tile.keys) for x in (memory.k, memory.v)]
     missing = [None] * (2 * (MOST - len(group.memories)))
@@ -207,7 +207,7 @@ def keys(
     launch(
         key_gradients,
         (min(multiprocessors(k.device), items * splits),),
-        *(rows_descriptor(x, BLOCK.value) for x in (rows.q, rows.do)),
+        *(blocks_descriptor(x, BLOCK.value) for x in (rows.q, rows.do)),
         *(keys_descriptor(x, HALF_KEYS.value) for x in (k, v, dk, dv)),
         dk,
         dv,

@@ -8,7 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ikbo_tree.kernels.target_attention.gluon_device import block_barrier, viewed
+from ikbo_tree.kernels.common.gluon_lib import cta_sync
+from ikbo_tree.kernels.target_attention.gluon_device import viewed
 
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 WORDS = gl.constexpr(32)
@@ -21,7 +22,7 @@ def tell(board, told, free, n, words):
     b = n % 2
     mbarrier.wait(free.index(b), ((n // 2) & 1) ^ 1)
     viewed(board, gl.int32, [2, WORDS], FLAT).index(b).store(words)
-    block_barrier()
+    cta_sync()
     mbarrier.arrive(told.index(b))
 
 
@@ -82,4 +83,4 @@ def clear_behind(bufs, stage, high):
                 _clear_eights(block, panel * EIGHTS + at, 1 << bit)
         at += at & (1 << bit)
     fence_async_shared()
-    block_barrier()
+    cta_sync()

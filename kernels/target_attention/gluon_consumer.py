@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ikbo_tree.kernels.common.gluon_lib import cta_sync, tma_store
 from ikbo_tree.kernels.target_attention.gluon_device import (
     DIAGONAL,
     HALF,
@@ -26,9 +27,7 @@ from ikbo_tree.kernels.target_attention.gluon_device import (
     SPANS,
     WHOLE,
     advance,
-    block_barrier,
     matrix,
-    tma_store,
     viewed,
     word,
 )
@@ -130,7 +129,7 @@ def _clear_behind(kv_bufs, slot, high):
                 _clear_eights(block, panel * EIGHTS + at, 1 << bit)
         at += at & (1 << bit)
     fence_async_shared()
-    block_barrier()
+    cta_sync()
 
 
 @gluon.jit

@@ -8,8 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ikbo_tree.kernels.common.gluon_lib import cta_sync, tma_load
 from ikbo_tree.kernels.target_attention.gluon_backward_device import word
-from ikbo_tree.kernels.target_attention.gluon_device import advance, block_barrier, tma_load
+from ikbo_tree.kernels.target_attention.gluon_device import advance
 from ikbo_tree.kernels.target_attention.gluon_keys_device import (
     BLOCK,
     HALF,
@@ -84,7 +85,7 @@ def producer(
             tma_load(do_desc, at_all, full.index(stage), do_bufs.index(stage))
             stats.index(2 * stage).store(lse2)
             stats.index(2 * stage + 1).store(delta)
-            block_barrier()
+            cta_sync()
             mbarrier.arrive(full.index(stage))
             stage, phase = advance(stage, phase, STAGES)
             at += BLOCK

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ikbo_tree.kernels.common.gluon_lib import tma_load
 from ikbo_tree.kernels.target_attention.gluon_device import (
     BLOCKS,
     HALF,
@@ -19,7 +20,6 @@ from ikbo_tree.kernels.target_attention.gluon_device import (
     SPACE,
     START,
     advance,
-    tma_load,
     word,
 )
 

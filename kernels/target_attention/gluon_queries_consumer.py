@@ -15,13 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ikbo_tree.kernels.common.gluon_fragments import accumulator_layout
+from ikbo_tree.kernels.common.gluon_lib import cta_sync, tma_store
 from ikbo_tree.kernels.target_attention.gluon_backward_device import clear_behind, word
-from ikbo_tree.kernels.target_attention.gluon_device import (
-    advance,
-    block_barrier,
-    matrix,
-    tma_store,
-)
+from ikbo_tree.kernels.target_attention.gluon_device import advance, matrix
 from ikbo_tree.kernels.target_attention.gluon_queries_device import (
     HALF,
     HEAD,
@@ -182,7 +178,7 @@ def consumer(
         fence_async_shared()
         # The previous work's results have long left their buffer: one thread knows, then all do.
         tma.store_wait(0)
-        block_barrier()
+        cta_sync()
         mbarrier.arrive(q_empty)
         nothing = _partial(gl.zeros((HALF, BN), gl.float32, accumulator_layout(BN)))
         sums = (gl.zeros((HALF, DP), gl.float32, mma_q), nothing, nothing, nothing)

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ikbo_tree.kernels.common.gluon_lib import cta_sync
 from ikbo_tree.kernels.target_attention.gluon_device import (
     BLOCKS,
     DIAGONAL,
@@ -24,7 +25,6 @@ from ikbo_tree.kernels.target_attention.gluon_device import (
     TILE,
     WHOLE,
     WORDS,
-    block_barrier,
     viewed,
 )
 from ikbo_tree.kernels.target_attention.gluon_rows import (
@@ -138,7 +138,7 @@ def _tell(hands, n, words):
     b = n % 2
     mbarrier.wait(q_empty.index(b), ((n // 2) & 1) ^ 1)
     viewed(board, gl.int32, [2, WORDS], FLAT).index(b).store(words)
-    block_barrier()
+    cta_sync()
     mbarrier.arrive(told.index(b))
 
 

@@ -11,41 +11,49 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ikbo_tree.kernels.common.gemm_forms import power_of_two
+from ikbo_tree.kernels.common.gluon_lib import described
 from ikbo_tree.kernels.target_attention.triton_groups import dense
 
 TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
-def rows_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """[rows, n, H, D], rows and n of one stride, as [1, rows * n, H, D]; boxes of one head."""
+def rows_descriptor(x: Tensor) -> TensorDescriptor:
+    """[rows, n, H, D], rows and n of one stride, as [rows * n, H, D]; boxes of 64 of one head."""
+    n, pitch = _folded(x)
+    return _descriptor(x, (n, *x.shape[2:]), (pitch, *x.stride()[2:]), (64, 1))
+
+
+def blocks_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """The same as [1, rows * n, H, D], like `keys_descriptor`'s; boxes of `rows` of one head."""
     x = aligned(x)
-    n = x.shape[0] * x.shape[1]
-    pitch = x.stride(0) if x.shape[1] == 1 else x.stride(1)
-    return _descriptor(x, (1, n, *x.shape[2:]), (n * pitch, pitch, *x.stride()[2:]), rows)
+    n, pitch = _folded(x)
+    return _descriptor(x, (1, n, *x.shape[2:]), (n * pitch, pitch, *x.stride()[2:]), (1, rows, 1))
 
 
 def keys_descriptor(x: Tensor, keys: int) -> TensorDescriptor:
     """[..., S, Hkv, D] as [rows, S, Hkv, D], with boxes of so many keys of one row and head."""
     x = aligned(x if x.dim() == 4 else x[None])
-    return _descriptor(x, tuple(x.shape), x.stride(), keys)
+    return _descriptor(x, tuple(x.shape), x.stride(), (1, keys, 1))
+
+
+def _folded(x: Tensor) -> tuple[int, int]:
+    """How many folded rows there are, and their stride."""
+    return x.shape[0] * x.shape[1], x.stride(0) if x.shape[1] == 1 else x.stride(1)
 
 
 def _descriptor(
-    x: Tensor, shape: tuple[int, ...], strides: Sequence[int], size: int
+    x: Tensor, shape: tuple[int, ...], strides: Sequence[int], box: tuple[int, ...]
 ) -> TensorDescriptor:
     width = shape[-1]
     # A dim of one entry may have any stride; TMA wants multiples of 16 bytes.
-    strides = [width if n == 1 else stride for n, stride in zip(shape, strides, strict=True)]
+    strides = [width if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
     strides[-1] = 1
     if x.numel() == 0:
         # Never read; but a descriptor must have something.
-        x, shape, strides = x.new_empty((1, width)), (1, 1, 1, width), [width, width, width, 1]
-    block = (1, size, 1, power_of_two(width))
-    # Without the checks that its constructor makes in every call.
-    made = object.__new__(TensorDescriptor)
-    made.base, made.shape, made.strides = x, list(shape), strides
-    made.block_shape, made.layout, made.padding = list(block), _layout(block, x.dtype), "zero"
-    return made
+        x, shape = x.new_empty((1, width)), (*[1] * len(box), width)
+        strides = [*[width] * len(box), 1]
+    block = (*box, power_of_two(width))
+    return described(x, list(shape), strides, list(block), _layout(block, x.dtype))
 
 
 @functools.cache

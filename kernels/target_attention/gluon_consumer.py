@@ -14,7 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ikbo_tree.kernels.common.gluon_lib import cta_sync, tma_store
+from ikbo_tree.kernels.common.gluon_lib import tma_store
+from ikbo_tree.kernels.target_attention.gluon_boards import clear_behind
 from ikbo_tree.kernels.target_attention.gluon_device import (
     DIAGONAL,
     HALF,
@@ -28,7 +29,6 @@ from ikbo_tree.kernels.target_attention.gluon_device import (
     WHOLE,
     advance,
     matrix,
-    viewed,
     word,
 )
 
@@ -93,46 +93,6 @@ def _decayed(total, decay):
 
 
 @gluon.jit
-def _clear_eights(block, at, COUNT: gl.constexpr):
-    """Zeros to pieces `at` to `at + COUNT - 1` of 1 KiB; `at` is a multiple of COUNT."""
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    line: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    ALL: gl.constexpr = block.shape[1] * block.shape[3] // 512
-    pieces = viewed(block, gl.int32, [ALL // COUNT, COUNT * 256], flat)
-    pieces.index(at // COUNT).store(gl.zeros((COUNT * 256,), gl.int32, line))
-
-
-@gluon.jit
-def _clear_behind(kv_bufs, slot, high):
-    """Zeros to the rows of a block of values behind the first `high`.
-
-    They belong to nobody or to others, and their weights are 0, but 0 * NaN is NaN. Both consumers
-    write the same. The swizzled layout has panels of 128 bytes of each row, and moves nothing out
-    of a row: eight rows of a panel are 1 KiB in one piece.
-    """
-    BN: gl.constexpr = kv_bufs.shape[2]
-    EIGHTS: gl.constexpr = BN // 8
-    PANELS: gl.constexpr = kv_bufs.shape[4] // 64
-    square: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    piece: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    block = kv_bufs.index(slot)
-    if high % 8 != 0:
-        kept = gl.arange(0, 8, gl.SliceLayout(1, piece)) < high % 8
-        for panel in gl.static_range(PANELS):
-            eights = viewed(block, gl.int32, [PANELS * EIGHTS, 8, 32], square)
-            border = eights.index(panel * EIGHTS + high // 8)
-            border.store(gl.where(kept[:, None], border.load(piece), 0))
-    at = gl.cdiv(high, 8)
-    for bit in gl.static_range(EIGHTS.bit_length() - 1):
-        if at & (1 << bit) != 0:
-            for panel in gl.static_range(PANELS):
-                _clear_eights(block, panel * EIGHTS + at, 1 << bit)
-        at += at & (1 << bit)
-    fence_async_shared()
-    cta_sync()
-
-
-@gluon.jit
 def _step(
     state,
     q,
@@ -192,7 +152,7 @@ def _clear_tail(ring, slot, phase, high, more):
         next_slot, next_phase = advance(slot, phase, SLOTS)
         v_slot = gl.where(more, next_slot, slot)
         mbarrier.wait(kv_full.index(v_slot), gl.where(more, next_phase, phase))
-        _clear_behind(kv_bufs, v_slot, high)
+        clear_behind(kv_bufs, v_slot, high)
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ikbo_tree.kernels.common.gluon_fragments import accumulator_layout
 from ikbo_tree.kernels.common.gluon_lib import tma_store
-from ikbo_tree.kernels.target_attention.gluon_backward_device import clear_behind, word
+from ikbo_tree.kernels.target_attention.gluon_boards import clear_behind, word
 from ikbo_tree.kernels.target_attention.gluon_device import advance, matrix
 from ikbo_tree.kernels.target_attention.gluon_keys_device import (
     ADDS,

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ikbo_tree.kernels.target_attention.gluon_backward_device import FLAT, WORDS
+from ikbo_tree.kernels.target_attention.gluon_boards import FLAT, WORDS
 from ikbo_tree.kernels.target_attention.gluon_keys_consumer import consumer
 from ikbo_tree.kernels.target_attention.gluon_keys_device import BLOCK, HALF
 from ikbo_tree.kernels.target_attention.gluon_keys_producer import producer

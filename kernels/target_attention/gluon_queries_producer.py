@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ikbo_tree.kernels.common.gluon_lib import tma_load
-from ikbo_tree.kernels.target_attention.gluon_backward_device import word
+from ikbo_tree.kernels.target_attention.gluon_boards import word
 from ikbo_tree.kernels.target_attention.gluon_device import advance
 from ikbo_tree.kernels.target_attention.gluon_queries_device import (
     BLOCKS,

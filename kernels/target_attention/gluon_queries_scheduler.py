@@ -7,7 +7,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ikbo_tree.kernels.target_attention.gluon_backward_device import leave, next_item, tell
+from ikbo_tree.kernels.target_attention.gluon_boards import leave, next_item, tell
 from ikbo_tree.kernels.target_attention.gluon_queries_device import (
     BLOCKS,
     HEAD,

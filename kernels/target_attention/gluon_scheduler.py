@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ikbo_tree.kernels.common.gluon_lib import cta_sync
+from ikbo_tree.kernels.target_attention.gluon_boards import leave, tell
 from ikbo_tree.kernels.target_attention.gluon_device import (
     BLOCKS,
     DIAGONAL,
@@ -24,8 +23,6 @@ from ikbo_tree.kernels.target_attention.gluon_device import (
     START,
     TILE,
     WHOLE,
-    WORDS,
-    viewed,
 )
 from ikbo_tree.kernels.target_attention.gluon_rows import (
     LANES,
@@ -132,30 +129,10 @@ def _own_spans(
 
 
 @gluon.jit
-def _tell(hands, n, words):
-    """Writes the words of work number n, which readers of number n - 2 have left."""
-    board, told, q_empty = hands
-    b = n % 2
-    mbarrier.wait(q_empty.index(b), ((n // 2) & 1) ^ 1)
-    viewed(board, gl.int32, [2, WORDS], FLAT).index(b).store(words)
-    cta_sync()
-    mbarrier.arrive(told.index(b))
-
-
-@gluon.jit
 def _next_item(counter_ptr, item, DYNAMIC: gl.constexpr):
     if DYNAMIC:
         item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     return item + gl.num_programs(0)
-
-
-@gluon.jit
-def _leave(counter_ptr):
-    """The last block to come here leaves the counters as the next launch wants them."""
-    left = gl.atomic_add(counter_ptr + 1, 1, sem="acq_rel")
-    if left == gl.num_programs(0) - 1:
-        gl.atomic_xchg(counter_ptr, 0, sem="relaxed")
-        gl.atomic_xchg(counter_ptr + 1, 0, sem="relaxed")
 
 
 @gluon.jit
@@ -202,7 +179,7 @@ def _tell_rows(
             words = gl.where(lane == DIAGONAL, BN, words)
         words, spans = _spans(words, lane, maps, sizes, segment, row, PACKED, BN)
         if spans > 0:
-            _tell(hands, n, words)
+            tell(hands[0], hands[1], hands[2], n, words)
             n += 1
         else:
             _store_nothing(o_ptr, lse_ptr, at + first, stop - first, head, float("-inf"), H, D, DP)
@@ -246,7 +223,7 @@ def _tell_own_rows(
             words = _own_spans(words, lane, 0, start, first, length, CAUSAL, BN)
         else:
             words = _own_spans(words, lane, owner, 0, first, length, CAUSAL, BN)
-        _tell(hands, n, words)
+        tell(hands[0], hands[1], hands[2], n, words)
         n += 1
     return n
 
@@ -340,6 +317,6 @@ def scheduler(
         if FEW > 0:
             # The last long segment is far from where the host had to end.
             item = gl.where(base < tree[3], item, n_items)
-    _tell(hands, n, gl.zeros((32,), gl.int32, LANES))
+    tell(hands[0], hands[1], hands[2], n, gl.zeros((32,), gl.int32, LANES))
     if DYNAMIC:
-        _leave(counter_ptr)
+        leave(counter_ptr)

@@ -1,4 +1,4 @@
-"""Device code that the roles of both Hopper gradient kernels share: boards, counters, blocks."""
+"""Device code that the roles of all Hopper attention kernels share: boards, counters, blocks."""
 
 # mypy: disable-error-code="no-untyped-def"
 

@@ -24,7 +24,7 @@ IMPLEMENTATIONS = dispatch.Implementations(
         "triton": "triton_kernel",
         "gluon": "gluon_sm90",
     },
-    {"cuda": ("triton", "torch"), "default": ("torch",)},
+    {"cuda": ("gluon", "triton", "torch"), "default": ("torch",)},
 )
 
 _ARGUMENTS = (

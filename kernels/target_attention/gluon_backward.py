@@ -151,6 +151,7 @@ def queries(
             PACKED=sum(m.packed << i for i, m in enumerate(group.memories)),
             RUNS=group.runs,
             AGAIN=second,
+            SHARED=tile.shared,
             CONSUMER_REGISTERS=tile.consumer_registers,
             PRODUCER_REGISTERS=tile.producer_registers,
             num_warps=4,

@@ -24,6 +24,7 @@ from ikbo_tree.kernels.target_attention.gluon_device import (
     LOW,
     ROW,
     ROWS,
+    SMALLEST,
     SPACE,
     SPANS,
     WHOLE,
@@ -283,6 +284,8 @@ def consumer(
                 state, q, ring, slot, phase, scale2, 0, BN, None, False, D, NEGATIVE
             )
         peak, total, o, p16 = state
+        # Scores that a factor of SMALLEST stands in for are 0.
+        peak = gl.where((scale2 == SMALLEST) & (gl.abs(peak) < 1.0), 0.0, peak)
         mbarrier.wait(kv_full.index(slot), phase)
         o_token = warpgroup_mma(p16, matrix(kv_bufs.index(slot), BN, DP), o, is_async=True)
         v_slot = slot

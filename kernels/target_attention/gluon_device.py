@@ -36,6 +36,9 @@ TILE = gl.constexpr(128)
 HALF = gl.constexpr(64)
 """Of which each consumer has so many: the rows of a matrix instruction."""
 
+SMALLEST = gl.constexpr(2.0**-120)
+"""Stands in for a factor of scores of 0, with which -inf would make NaN."""
+
 # Words of a board, int32.
 ROW = gl.constexpr(0)
 """The first folded query row."""

@@ -128,6 +128,7 @@ def consumer(
     H: gl.constexpr,
     D: gl.constexpr,
     AGAIN: gl.constexpr,
+    SHARED: gl.constexpr,
 ):
     """Gradients of rows `64 * WHICH` to `64 * WHICH + 63` of one work after another.
 
@@ -172,14 +173,19 @@ def consumer(
             o = matrix(row_bufs.index(4 + WHICH), HALF, DP).load(mma_q).to(gl.float32)
             o *= matrix(row_bufs.index(2 + WHICH), HALF, DP).load(mma_q).to(gl.float32)
             delta = gl.convert_layout(gl.sum(o, 1), of_s) - dlse
-        q = matrix(row_bufs.index(WHICH), HALF, DP).load(left_operand)
-        do = matrix(row_bufs.index(2 + WHICH), HALF, DP).load(left_operand)
+        q = matrix(row_bufs.index(WHICH), HALF, DP)
+        do = matrix(row_bufs.index(2 + WHICH), HALF, DP)
+        if SHARED < 1:
+            q = q.load(left_operand)
+        if SHARED < 2:
+            do = do.load(left_operand)
         # The next copy comes behind these reads.
         fence_async_shared()
         # The previous work's results have long left their buffer: one thread knows, then all do.
         tma.store_wait(0)
         cta_sync()
-        mbarrier.arrive(q_empty)
+        if SHARED == 0:
+            mbarrier.arrive(q_empty)
         nothing = _partial(gl.zeros((HALF, BN), gl.float32, accumulator_layout(BN)))
         sums = (gl.zeros((HALF, DP), gl.float32, mma_q), nothing, nothing, nothing)
         spans = word(board, b, SPANS)
@@ -192,6 +198,8 @@ def consumer(
             sums = _step(sums, q, do, lse2, delta, ring, stage, phase, scale2, low, high, not AGAIN)
             mbarrier.arrive(empty.index(stage))
             stage, phase = advance(stage, phase, STAGES)
+        if SHARED > 0:
+            mbarrier.arrive(q_empty)
         if AGAIN:
             wanted = gl.load(far_ptr + column, mask=inside, other=0) != 0
             _store_some(sums[0] * scale, dq_ptr, row, head, wanted, H, D)

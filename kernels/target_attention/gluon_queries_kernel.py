@@ -73,6 +73,7 @@ def query_gradients(
     PACKED: gl.constexpr,
     RUNS: gl.constexpr,
     AGAIN: gl.constexpr,
+    SHARED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -84,7 +85,8 @@ def query_gradients(
     forward, contiguous; dlse_ptr: None, or its gradient. counter_ptr: [2] int32 zeros, which are
     zeros again at the end. offsets_ptr, live_ptr, extents, indices, borders, sizes: see
     `query_gradients` of the Triton path. n_items: tiles * H. scale: of the scores; scale2: times
-    log2(e). GROUPS: query heads a key head, of each memory. PACKED: bit i for memory i.
+    log2(e). GROUPS: query heads a key head, of each memory. PACKED: bit i for memory i. SHARED: see
+    `GradientTile`.
 
     stats_ptr: [2, H, stats_pitch] float32, which gets each folded row's log-sum-exp in units of
     log2, with inf for -inf, and the exact delta. dQ is computed with one from an output rounded to
@@ -146,6 +148,7 @@ def query_gradients(
                     H,
                     D,
                     AGAIN,
+                    SHARED,
                 ),
             ),
             (
@@ -164,6 +167,7 @@ def query_gradients(
                     H,
                     D,
                     AGAIN,
+                    SHARED,
                 ),
             ),
             (producer, (board, told, rows_of, ring, row_descs, k_descs, v_descs, BN, GROUPS)),

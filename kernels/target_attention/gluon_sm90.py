@@ -1,8 +1,7 @@
 """The Hopper path of `target_attention`: one persistent, warp-specialised launch, in Gluon.
 
 Contract 4 holds because the keys of a row are walked in an order that follows from how many there
-are, whatever tile the row is in and whichever block has that tile. Gradients come from the Triton
-path.
+are, whatever tile the row is in and whichever block has that tile. Gradients: see gluon_backward.
 
 With few query rows a row, segments too short to be worth tiles are left to the Triton path's
 chunks: two launches, of which each finds out from a segment's own length whether it is theirs.
@@ -22,7 +21,9 @@ from ikbo_tree.kernels.common.triton_launch import launch
 from ikbo_tree.kernels.common.triton_lib import INTERPRETED, guard
 from ikbo_tree.kernels.target_attention import triton_kernel
 from ikbo_tree.kernels.target_attention.config import FUSED_SEEDS
+from ikbo_tree.kernels.target_attention.gluon_backward import backward
 from ikbo_tree.kernels.target_attention.gluon_config import HOPPER
+from ikbo_tree.kernels.target_attention.gluon_device import SMALLEST
 from ikbo_tree.kernels.target_attention.gluon_kernel import attention_forward
 from ikbo_tree.kernels.target_attention.gluon_operands import (
     TYPES,
@@ -43,14 +44,10 @@ from ikbo_tree.kernels.target_attention.triton_groups import (
 
 TILE = 128
 """Folded query rows of a tile."""
-SMALLEST = 2.0**-120
-"""Stands in for a factor of 0, with which -inf would make NaN; scores still come out as 0."""
 DYNAMIC = True
 """Blocks draw their tiles from a counter; makes no difference to any bits."""
 LATE = True
 """Row sums are added up across threads once a tile instead of once a block."""
-
-backward = triton_kernel.backward
 
 
 def unsupported(
@@ -190,8 +187,8 @@ def _compiled(q: Tensor, group: Group, negative: bool) -> bool:
 
 def factor(scale: float) -> tuple[float, bool]:
     """The scores' factor as the kernel takes it, not 0, and whether it is negative."""
-    scale2 = scale * LOG2E.value
-    return scale2 if abs(scale2) > SMALLEST else SMALLEST, scale2 < -SMALLEST
+    scale2, smallest = scale * LOG2E.value, SMALLEST.value
+    return scale2 if abs(scale2) > smallest else smallest, scale2 < -smallest
 
 
 __all__ = ["backward", "forward", "unsupported"]

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from offline.compiling import SHARED_LIMIT, compile_only, read
+from offline.miscompiled import miscompiled
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 from ikbo_tree import BroadcastTree
+from ikbo_tree.kernels.common.gemm_forms import power_of_two
 from ikbo_tree.kernels.target_attention import gluon_backward
 from ikbo_tree.kernels.target_attention.gluon_backward_config import KEYS, QUERIES
 from ikbo_tree.kernels.target_attention.memories import Memory
@@ -110,16 +112,17 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_they_take(monkeypatch, tmp_path, shape):
-    instructions = shape.D // 16 if shape.D != 96 else 8
+    width = power_of_two(shape.D)
     for i, kernel in enumerate(built(monkeypatch, shape)):
         found = read(kernel, "sm_90")
         assert found.shared <= SHARED_LIMIT["sm_90"]
         # With four memories a word that the scheduler reads once a work has no register.
         assert found.spills <= (8 if len(shape.levels) > 1 and i == 0 else 0)
         assert complaints(kernel, tmp_path) == []
-        # Two consumers: S and dP, and sums of as many products over 64 query rows or keys.
-        products = 2 * instructions + 4 * (2 if i == 2 else 1)
-        assert found.hgmma == 2 * products
+        # Two consumers: S and dP, and dV and dK over 64 query rows, or dQ over a block of keys.
+        sums = 2 * 64 if i == 2 else QUERIES[shape.D].keys
+        assert found.hgmma == 2 * (2 * width + sums) // 16
+        assert miscompiled(found.listing) == []
         # Without these every role would have as many registers, and the consumers would spill.
         wide = (KEYS if i == 2 else QUERIES)[shape.D].consumer_registers
         assert f"0x{wide:x}" in " ".join(re.findall(r"USETMAXREG.*", found.listing))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from offline.compiling import SHARED_LIMIT, compile_only, read
+from offline.miscompiled import miscompiled
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
@@ -116,6 +117,7 @@ SHAPES = [
 def check(kernel, shape, folder, spills=0):
     """The kernel fits, and nothing of its loops is in memory."""
     found = read(kernel, "sm_90")
+    assert miscompiled(found.listing) == []
     assert found.shared <= SHARED_LIMIT["sm_90"]
     assert found.spills <= spills
     assert complaints(kernel, folder) == []

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from offline.compiling import compile_only, read
-from offline.descriptors import unwritten
+from offline.miscompiled import miscompiled
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
@@ -63,7 +63,7 @@ def check(kernels, folder, *, columns, partials=True, spills=0):
         assert set(re.findall(r"HGMMA\.64x(\d+)x16", found.listing)) == columns
         assert "UTMALDG.3D" in found.listing
         assert not re.search(r"\bC75\d\d\b", assembler_says(built, folder))
-        assert not unwritten(found.listing)
+        assert not miscompiled(found.listing)
         registers = {int(n) for n in re.findall(r"\bR(\d+)\b", found.listing)}
         assert max(registers) < 248
         if partials:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from offline.compiling import compile_only, read
-from offline.descriptors import unwritten
+from offline.miscompiled import miscompiled
 from triton.runtime.jit import JITFunction
 
 from ikbo_tree.kernels.linear import triton_kernel as linear
@@ -73,7 +73,7 @@ def check(found, *, registers, hgmma=False, widest_store=None):
         assert built.registers <= registers
         assert built.fits
         assert (built.hgmma > 0) == hgmma
-        assert not hgmma or not unwritten(built.listing)
+        assert not hgmma or not miscompiled(built.listing)
         if widest_store:
             assert built.widest_store == widest_store
 

@@ -20,6 +20,7 @@ class Workload:
         name: as results files have it.
         counts: rows of each level below each row of the one above it, by level.
         keys: S of every level that owns keys.
+        vendor_keys: S of the vendors where it is another.
         n: query rows an item.
         heads: of queries and keys.
         dim: width of a head.
@@ -31,6 +32,11 @@ class Workload:
     n: int = 64
     heads: int = 2
     dim: int = 128
+    vendor_keys: int | None = None
+
+    def keys_of(self, level: str) -> int:
+        """S of a level."""
+        return self.vendor_keys or self.keys if level == "vendor" else self.keys
 
     @property
     def uniform(self) -> bool:
@@ -59,12 +65,18 @@ def _three(keys: int, n: int) -> Workload:
     return Workload(f"attn3-s{keys}-n{n}-h2-d128", counts, keys, n)
 
 
+def _history_and_shop(items: int) -> Workload:
+    """16 users with 1024 keys and 16 vendors each, which have 128 keys and so many items."""
+    counts = {"vendor": np.full(16, 16), "item": np.full(256, items)}
+    return Workload(f"attn3-u1024-v128-i{items}-n64-h2-d128", counts, 1024, vendor_keys=128)
+
+
 def workloads() -> dict[str, Workload]:
     """Everything that is measured, by name."""
     found = [_even(32, 64, keys) for keys in (512, 1024, 2048, 4096)]
     found += [_uneven(keys) for keys in (512, 1024, 2048, 4096)]
     found += [_even(2048, 64, 512, 1), _even(2048, 64, 2048, 1), _even(256, 512, 2048, 1)]
-    found += [_even(1, 64, 4096, 1), _three(512, 64), _three(512, 1)]
+    found += [_even(1, 64, 4096, 1), _three(512, 64), _three(512, 1), _history_and_shop(8)]
     return {workload.name: workload for workload in found}
 
 
@@ -84,8 +96,8 @@ class Data:
         self.q = make(self.tree.rows("item"), n, heads, dim)
         self.memories = {
             level: (
-                make(self.tree.rows(level), workload.keys, heads, dim),
-                make(self.tree.rows(level), workload.keys, heads, dim),
+                make(self.tree.rows(level), workload.keys_of(level), heads, dim),
+                make(self.tree.rows(level), workload.keys_of(level), heads, dim),
             )
             for level in self.levels
         }
@@ -99,7 +111,7 @@ class Data:
     @property
     def flops(self) -> float:
         """Useful operations of a forward."""
-        return 4.0 * self.q.numel() * self.workload.keys * len(self.levels)
+        return 4.0 * self.q.numel() * sum(map(self.workload.keys_of, self.levels))
 
     @property
     def traffic(self) -> int:
@@ -121,7 +133,9 @@ class Data:
     def borders(self, level: str) -> tuple[Tensor, Tensor, int]:
         """Where segments begin, int32: query rows, keys; and the most query rows of one."""
         rows = self.tree.offsets("item", of=level) * self.workload.n
-        keys = torch.arange(len(rows), device="cuda", dtype=torch.int32) * self.workload.keys
+        keys = torch.arange(len(rows), device="cuda", dtype=torch.int32) * self.workload.keys_of(
+            level
+        )
         return rows, keys, int(rows.diff().max())
 
     def ours(self, impl: str) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+from collections.abc import Sequence
 
 import torch
 from attention_data import Data, Workload, workloads
@@ -38,15 +39,15 @@ PEERS = {
     "published-tlx": published.tlx,
     "flashinfer-cascade": cascade.flashinfer,
 }
-OURS = ("triton", "gluon")
+OURS = ("gluon", "triton")
 TOLERANCE = 0.01
 """Of the norm of the difference to ours: a few roundings; no speed counts on wrong results."""
 
 
-def ours(data: Data) -> dict[str, Contender]:
+def ours(data: Data, impls: Sequence[str]) -> dict[str, Contender]:
     """Our implementations that take the workload, the reference of all others first."""
     found: dict[str, Contender] = {}
-    for impl in OURS:
+    for impl in impls:
         try:
             data.ours(impl)
         except UnsupportedError:
@@ -92,12 +93,20 @@ def agreeing(
     return right
 
 
-def bench(results: Results, workload: Workload, dtype: str, rounds: int, backward: bool) -> None:
+def bench(
+    results: Results,
+    workload: Workload,
+    dtype: str,
+    rounds: int,
+    *,
+    backward: bool,
+    impls: Sequence[str],
+) -> None:
     """Adds the records of one workload, and prints its lines."""
     data = Data(workload, getattr(torch, dtype))
     clock = ColdClock()
     with torch.no_grad():
-        contenders = ours(data)
+        contenders = ours(data, impls)
         theirs, missing = available(data)
         expected = [_tensor(next(iter(contenders.values()))())]
         contenders |= agreeing(theirs, missing, expected)
@@ -208,6 +217,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--forward-only", action="store_true")
+    parser.add_argument("--impl", nargs="*", choices=OURS, default=OURS, help="ours; default all")
     parser.add_argument("--topic", default="attention", help="begins the name of the results file")
     options = parser.parse_args()
     peers = ("flash-attn-4", "flashinfer-python", "fbtriton")
@@ -215,7 +225,14 @@ def main() -> None:
     results.ceilings = cuda_ceilings()
     print(results.device, results.ceilings, flush=True)
     for name in options.workload or known:
-        bench(results, known[name], options.dtype, options.rounds, not options.forward_only)
+        bench(
+            results,
+            known[name],
+            options.dtype,
+            options.rounds,
+            backward=not options.forward_only,
+            impls=options.impl,
+        )
     print(f"written to {results.write()}")
 
 

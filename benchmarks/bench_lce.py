@@ -7,7 +7,7 @@ of 16 bytes, inside of what is timed; what peers are given for nothing is in the
 Workloads, all with M = 433 and N = 256, K = 1178 of the user, 512 of the vendor, 866 of the item:
 
     lce-b<items>-r<items a user>      two levels
-    lce3-b<items>-r<items a user>     three, four vendors a user
+    lce3-b<items>-r<items a user>     three, eight vendors a user
     lce3-uneven                       16 users with 4-40 vendors with 1-30 items each
 """
 
@@ -38,15 +38,18 @@ import ikbo_tree as ikbo
 
 M, N = 433, 256
 WIDTHS = {"user": 1178, "vendor": 512, "item": 866}
+VENDORS = 8
 BATCHES = (512, 1024, 2048, 3072)
 RATIOS = (2, 10, 70, 1000)
 WORKLOADS = (
     *(f"lce-b{b}-r70" for b in BATCHES),
     *(f"lce-b1024-r{r}" for r in RATIOS if r != 70),
-    "lce3-b1024-r70",
+    "lce3-b1024-r64",
     "lce3-uneven",
 )
-OURS = ("triton", "torch", "gluon")
+OURS = ("gluon", "gluon-p16", "triton", "torch")
+"""By `impl`; p16: with partial results in the dtype of the result, as peers keep them."""
+DIRECTIONS = ("fwd", "bwd", "fwd_bwd")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -62,8 +65,8 @@ def tree_of(workload: str) -> ikbo.BroadcastTree:
     below = _even(items, math.ceil(items / each))
     if family == "lce":
         return ikbo.BroadcastTree.from_counts({"item": below}, root="user")
-    per_vendor = [n for user in below for n in _even(user, 4)]
-    counts = {"vendor": [4] * len(below), "item": per_vendor}
+    per_vendor = [n for user in below for n in _even(user, VENDORS)]
+    counts = {"vendor": [VENDORS] * len(below), "item": per_vendor}
     return ikbo.BroadcastTree.from_counts(counts, root="user")
 
 
@@ -102,17 +105,21 @@ class Work:
         self.problem = Problem(e, w, parents, [maps[n] for n in levels])
 
     def ours(self, impl: str) -> Peer:
-        """This package's op."""
+        """This package's op, by one of `OURS`."""
+        name, _, p16 = impl.partition("-")
+        partial = self.grad.dtype if p16 else None
 
         def call() -> Tensor:
-            return ikbo.linear_compression(self.e, self.w, tree=self.tree, impl=impl)
+            return ikbo.linear_compression(
+                self.e, self.w, tree=self.tree, partial_dtype=partial, impl=name
+            )
 
         with torch.no_grad():
             try:
                 call()
             except ikbo.UnsupportedError as error:
                 raise MissingPeerError(str(error)) from error
-        return Peer(call, self.problem.inputs(), "pads W inside" if impl == "triton" else None)
+        return Peer(call, self.problem.inputs(), "pads W inside" if impl != "torch" else None)
 
     @property
     def flops(self) -> float:
@@ -150,6 +157,11 @@ def forward(peer: Peer) -> Contender:
     return call
 
 
+def step(peer: Peer, grad: Tensor) -> Contender:
+    """Forward and backward."""
+    return lambda: torch.autograd.grad(peer.call(), peer.inputs, grad)
+
+
 def agreeing(work: Work, peers: dict[str, Peer]) -> dict[str, Peer]:
     """No speed without right results: those that are near a float64 sum on a few rows."""
     rows = torch.linspace(0, len(work.grad) - 1, 8, device="cuda").long()
@@ -182,7 +194,7 @@ def bench(
     notes: dict[str, str] = {}
     memory: dict[str, float] = {}
     for who, peer in peers.items():
-        if direction == "bwd" and not peer.inputs:
+        if direction != "fwd" and not peer.inputs:
             continue
         notes[who] = peer.note or ""
         if direction == "fwd":
@@ -191,10 +203,12 @@ def bench(
             calls[who] = graphed(call)
             if who.startswith("ikbo"):
                 notes[who] += f"; {host_us(call):.0f} us of the host a call"
-        else:
+        elif direction == "bwd":
             calls[who] = graphed_backward(peer.call, peer.inputs, work.grad)
+        else:
+            calls[who] = graphed(step(peer, work.grad))
     timings = interleaved(calls, rounds, clock=ColdClock(), sample_ms=0.0)
-    factor = 1 if direction == "fwd" else 2
+    factor = {"fwd": 1, "bwd": 2, "fwd_bwd": 3}[direction]
     results.add(
         work.name,
         timings,
@@ -220,7 +234,7 @@ def _print(work: Work, direction: str, timings: dict[str, Timing]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workload", nargs="*", default=WORKLOADS)
-    parser.add_argument("--direction", nargs="*", choices=("fwd", "bwd"), default=("fwd", "bwd"))
+    parser.add_argument("--direction", nargs="*", choices=DIRECTIONS, default=DIRECTIONS)
     parser.add_argument("--who", nargs="*", default=(), help="contenders; default all")
     parser.add_argument(
         "--compiled", nargs="*", default=WORKLOADS, help="workloads that torch-compile tunes for"
@@ -234,7 +248,7 @@ def main() -> None:
     print(results.device, results.ceilings, flush=True)
     for workload in options.workload:
         for direction in options.direction:
-            work = Work(workload, DTYPES[options.dtype], direction == "bwd")
+            work = Work(workload, DTYPES[options.dtype], direction != "fwd")
             peers = dict(contenders(work, options.who, workload in options.compiled))
             bench(results, work, direction, peers, options.rounds)
             del work, peers

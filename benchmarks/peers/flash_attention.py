@@ -44,7 +44,7 @@ def varlen(data: Data) -> Contender:
     def call(level: str) -> Any:
         rows, keys, longest = data.borders(level)
         options: dict[str, Any] = {"cu_seqlens_q": rows, "cu_seqlens_k": keys}
-        options |= {"max_seqlen_q": longest, "max_seqlen_k": data.workload.keys}
+        options |= {"max_seqlen_q": longest, "max_seqlen_k": data.workload.keys_of(level)}
         options |= {"return_lse": True} if several else {}
         return attend(
             *data.packed(level), **{name: x for name, x in options.items() if name in known}

@@ -231,13 +231,26 @@ def _print(work: Work, direction: str, timings: dict[str, Timing]) -> None:
         print(f"  {who:24} {timing.median_ms:8.4f} ms  {ratios}", flush=True)
 
 
+def directed(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Workloads and directions."""
+    found = []
+    for name in names:
+        workload, _, direction = name.partition("/")
+        found += [(workload, one) for one in ([direction] if direction else DIRECTIONS)]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workload", nargs="*", default=WORKLOADS)
-    parser.add_argument("--direction", nargs="*", choices=DIRECTIONS, default=DIRECTIONS)
+    parser.add_argument(
+        "--workload",
+        nargs="*",
+        default=WORKLOADS,
+        help=f"of {', '.join(WORKLOADS)}; /{', /'.join(DIRECTIONS)} behind it for one direction",
+    )
     parser.add_argument("--who", nargs="*", default=(), help="contenders; default all")
     parser.add_argument(
-        "--compiled", nargs="*", default=WORKLOADS, help="workloads that torch-compile tunes for"
+        "--compiled", nargs="*", help="what torch-compile tunes for; default: all of --workload"
     )
     parser.add_argument("--dtype", choices=list(DTYPES), default="float16")
     parser.add_argument("--rounds", type=int, default=30)
@@ -246,15 +259,16 @@ def main() -> None:
     results = Results(options.topic, device_name(), peers=("fbtriton",))
     results.ceilings = cuda_ceilings()
     print(results.device, results.ceilings, flush=True)
-    for workload in options.workload:
-        for direction in options.direction:
-            work = Work(workload, DTYPES[options.dtype], direction != "fwd")
-            peers = dict(contenders(work, options.who, workload in options.compiled))
-            bench(results, work, direction, peers, options.rounds)
-            del work, peers
-            gc.collect()
-            torch.cuda.empty_cache()
-    print(f"written to {results.write()}")
+    compiled = set(directed(options.workload if options.compiled is None else options.compiled))
+    for workload, direction in directed(options.workload):
+        work = Work(workload, DTYPES[options.dtype], direction != "fwd")
+        peers = dict(contenders(work, options.who, (workload, direction) in compiled))
+        bench(results, work, direction, peers, options.rounds)
+        del work, peers
+        gc.collect()
+        torch.cuda.empty_cache()
+        path = results.write()
+    print(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -69,12 +69,13 @@ def graphed(contender: Contender, warm: int = 3) -> Contender:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         kept = contender()
+    return functools.partial(_replay, graph, contender, kept)
 
-    def replay() -> object:
-        graph.replay()
-        return kept
 
-    return replay
+def _replay(graph: torch.cuda.CUDAGraph, _contender: Contender, kept: object) -> object:
+    """Holds the contender, since its launches read what that holds, and returns what they wrote."""
+    graph.replay()
+    return kept
 
 
 def graphed_backward(

@@ -158,7 +158,8 @@ def main() -> None:
             for op in options.op:
                 for shape in options.shape:
                     bench(results, op, shape, width, dtype, options.rounds)
-    print(f"written to {results.write()}")
+            path = results.write()
+    print(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -43,3 +43,29 @@ def test_figures_are_those_of_the_results():
         assert medians[*key, "materialised+broadcast"] == pytest.approx(float(flat), abs=0.005)
         assert medians[*key, "ikbo-torch"] == pytest.approx(float(tree), abs=0.005)
         assert float(ratio) == pytest.approx(float(flat) / float(tree), abs=0.05)
+
+
+def test_gpu_figures_are_those_of_the_results():
+    files, table = re.search(r"<!-- gpu figures: (.*?) -->\n(.*?)<!-- end", README, re.S).groups()
+    found = {}
+    for name in files.split(", "):
+        content = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+        for record in content["records"]:
+            key = record["workload"], record["direction"]
+            found.setdefault(key, {})[record["who"]] = record["median_ms"]
+    row = r"\| `(\S+)` \| (\w+) \| (\S+) \| (\S+) `(\S+)` \| (\S+) \| (\S+)x \| (\S+)x \|"
+    rows = re.findall(row, table)
+    assert len(rows) == table.count("\n") - 2
+    directions = {"forward": "fwd", "backward": "bwd", "both": "fwd_bwd"}
+    for workload, direction, flat, best, who, tree, to_flat, to_best in rows:
+        medians = found[workload, directions[direction]]
+        ours = medians["ikbo-gluon"]
+        # The product of the finest level alone is no peer: it computes less.
+        others = [w for w in medians if not w.startswith("ikbo") and w != "cublas-candidate"]
+        assert who == min(others, key=medians.get)
+        (copied,) = (w for w in others if w in ("materialised+broadcast", "cudnn-broadcast"))
+        assert medians[copied] == pytest.approx(float(flat), abs=0.0006)
+        assert medians[who] == pytest.approx(float(best), abs=0.0006)
+        assert ours == pytest.approx(float(tree), abs=0.0006)
+        assert medians[copied] / ours == pytest.approx(float(to_flat), abs=0.06)
+        assert medians[who] / ours == pytest.approx(float(to_best), abs=0.006)

@@ -19,6 +19,7 @@ from ikbo_tree.ops.pooling import attention_pool, pool
 from ikbo_tree.ops.ranking import listwise_softmax_loss, pairwise_logistic_loss, segment_topk
 from ikbo_tree.ops.segments import broadcast, reduce, segment_softmax
 from ikbo_tree.ops.silu_attention import silu_attention
+from ikbo_tree.ops.weights import pad_weight
 
 __all__ = [
     "CrossLayer",
@@ -41,6 +42,7 @@ __all__ = [
     "linear_compression",
     "listwise_softmax_loss",
     "mul",
+    "pad_weight",
     "pairwise_logistic_loss",
     "pool",
     "reduce",

@@ -1,8 +1,10 @@
-"""Writes the tables and plots of docs/benchmarks.md: python benchmarks/render.py.
+"""Writes the tables and plots of docs/benchmarks.md and docs/kernels: python benchmarks/render.py.
 
 Between `<!-- results: NAME -->` and `<!-- end -->` comes what benchmarks/results/NAME.json says: a
 line about the run, a table for each family of workloads and direction, and for families with a
-number that varies a plot in docs/benchmarks/.
+number that varies a plot in docs/benchmarks/. Words behind NAME keep workloads that begin with one
+of them. Topics of `render_kernels` have tables of their own, and `<!-- roofline: FAMILY -->` is
+arithmetic. Where a results file is missing, its block says so.
 """
 
 from __future__ import annotations
@@ -10,25 +12,43 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import render_kernels
 from tabulate import tabulate
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 DOCUMENT = ROOT / "docs/benchmarks.md"
 PLOTS = ROOT / "docs/benchmarks"
+KERNELS = ROOT / "docs/kernels"
+DOCUMENTS = (DOCUMENT, *sorted(KERNELS.glob("*.md")))
 
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward and backward"}
-_BLOCK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.S)
+MOST_PLOTTED = 16
+"""Workloads in a picture."""
+_BLOCK = re.compile(r"(<!-- results: (\S+)(.*?) -->\n).*?(<!-- end -->)", re.S)
+_ROOFLINE = re.compile(r"(<!-- roofline: (\S+) -->\n).*?(<!-- end -->)", re.S)
 
 
-def document(text: str) -> str:
-    """The document with all its blocks written anew."""
-    return _BLOCK.sub(lambda m: f"{m[1]}{block(m[2], load(m[2]))}{m[3]}", text)
+def document(text: str, at: Path = DOCUMENT) -> str:
+    """The document with all its blocks written anew.
+
+    Args:
+        text: of the document.
+        at: where it lies.
+    """
+    up = "../" * (len(at.relative_to(ROOT).parts) - 1)
+    text = _BLOCK.sub(lambda m: f"{m[1]}{_block_of(m[2], m[3].split(), up)}{m[4]}", text)
+    return _ROOFLINE.sub(lambda m: m[1] + "\n".join([*render_kernels.roofline(m[2]), m[3]]), text)
+
+
+def named(text: str) -> list[str]:
+    """The results files that a document shows, whether they are there or not."""
+    return [name for _, name, _, _ in _BLOCK.findall(text)]
 
 
 def load(name: str) -> dict[str, Any]:
@@ -37,25 +57,43 @@ def load(name: str) -> dict[str, Any]:
     return content
 
 
-def block(name: str, content: Mapping[str, Any]) -> str:
-    """What the document says of one results file."""
+def _block_of(name: str, only: Sequence[str], up: str) -> str:
+    if not (RESULTS / f"{name}.json").is_file():
+        return f"There is no `benchmarks/results/{name}.json` yet.\n"
+    return block(name, load(name), only, up)
+
+
+def block(name: str, content: Mapping[str, Any], only: Sequence[str] = (), up: str = "../") -> str:
+    """What a document says of one results file.
+
+    Args:
+        name: of the file.
+        content: of the file.
+        only: beginnings of the workloads that are shown; none: all are, and plotted.
+        up: from the document's folder to the root.
+    """
     versions = ", ".join(f"{who} {v}" for who, v in content["versions"].items() if v is not None)
     copy, product = content["ceilings"]["copy_gbps"], content["ceilings"]["matmul_tflops"]
     ceilings = ""
     if product is not None:
         ceilings = f"; a copy moves {copy:,.0f} GB/s, a matrix product does {product:,.3g} TFLOP/s"
     lines = [
-        f"[`{name}.json`](../benchmarks/results/{name}.json): {content['device']},"
+        f"[`{name}.json`]({up}benchmarks/results/{name}.json): {content['device']},"
         f" {content['date']}, {versions}{ceilings}. `{content['command']}`",
         "",
     ]
+    records = [r for r in content["records"] if r["workload"].startswith(tuple(only) or "")]
+    content = {**content, "records": records}
+    topic = name.split("_")[0]
+    if topic in render_kernels.TOPICS:
+        return "\n".join([*lines, *render_kernels.TOPICS[topic](content)])
     for title, frame in tables(content):
         lines += [f"{title}, {frame.attrs['unit']}:", ""]
         text = frame.map(lambda x: "" if pd.isna(x) else f"{x:,.3g}" if x < 1000 else f"{x:,.0f}")
         body = [[workload, *row] for workload, row in zip(text.index, text.to_numpy(), strict=True)]
         aligned = ["left"] + ["right"] * text.shape[1]
         lines += [tabulate(body, ["workload", *text.columns], "github", colalign=aligned), ""]
-        if frame.attrs["plotted"]:
+        if frame.attrs["plotted"] and not only:
             lines += [f"![{title}](benchmarks/{_plot_name(name, title)})", ""]
     return "\n".join(lines)
 
@@ -72,7 +110,7 @@ def tables(content: Mapping[str, Any]) -> Iterator[tuple[str, pd.DataFrame]]:
         cells = records.pivot(index="workload", columns="who", values=values)
         cells = cells.loc[records["workload"].unique(), records["who"].unique()]
         cells.attrs["unit"] = "TFLOP/s" if rates else "ms"
-        cells.attrs["plotted"] = "cuda" in content["versions"] and len(cells) > 2
+        cells.attrs["plotted"] = "cuda" in content["versions"] and 2 < len(cells) <= MOST_PLOTTED
         cells.attrs["plotted"] &= content["versions"]["cuda"] is not None
         yield ", ".join(filter(None, (family, DIRECTIONS.get(direction), dtype))), cells
 
@@ -82,7 +120,11 @@ def _plot_name(name: str, title: str) -> str:
 
 
 def plot(name: str, content: Mapping[str, Any]) -> list[Path]:
-    """A picture of each table of a GPU's with more than two workloads."""
+    """A picture of each table of a GPU's with more than two workloads, or of each trace."""
+    if name.startswith("timeline_"):
+        return render_kernels.draw(content, KERNELS)
+    if name.split("_")[0] in render_kernels.TOPICS:
+        return []
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -108,11 +150,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--no-plots", action="store_true")
     options = parser.parse_args()
-    text = DOCUMENT.read_text()
-    DOCUMENT.write_text(document(text))
-    print(DOCUMENT)
-    for _, name, _ in _BLOCK.findall(text):
-        for path in () if options.no_plots else plot(name, load(name)):
+    names: set[str] = set()
+    for at in DOCUMENTS:
+        text = at.read_text()
+        at.write_text(document(text, at))
+        print(at)
+        names.update(named(text))
+    for name in sorted(names):
+        if options.no_plots or not (RESULTS / f"{name}.json").is_file():
+            continue
+        for path in plot(name, load(name)):
             print(path)
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
+from torch import nn
 
 from ikbo_tree.demo.options import Device, Impl, Json, Out, Seed, Threads
 from ikbo_tree.demo.pictures import COLOURS, STYLE
@@ -21,13 +22,30 @@ from ikbo_tree.demo.training import FLAT, TREE
 from ikbo_tree.extras import require
 from ikbo_tree.serving import Request, example
 from ikbo_tree.serving.export import save
+from ikbo_tree.serving.metrics import BatchFacts, Metrics
 from ikbo_tree.serving.open_loop import HttpTarget, Load, Target, open_loop
 from ikbo_tree.serving.options import Options
 
-SINGLE = "one a call"
+SINGLE, CACHED = "one a call", "users cached"
 CONTENDERS = (TREE, FLAT, SINGLE)
 ENGINES = ("in-process", "ray")
 Curves = dict[str, list[Load]]
+
+
+class HostTimes(Metrics):
+    """Keeps what each batch took beside its run: merging, filling the buffers, splitting."""
+
+    def __init__(self) -> None:
+        self.us: list[float] = []
+
+    def batch(self, facts: BatchFacts) -> None:
+        """See `Metrics`."""
+        self.us.append((facts.merge_s + facts.split_s) * 1e6)
+
+    @property
+    def median_us(self) -> float | None:
+        """The median; None where no batch ran in this process."""
+        return round(float(np.median(self.us)), 1) if self.us else None
 
 
 def bench_serve(
@@ -47,6 +65,13 @@ def bench_serve(
         str, typer.Option(help=f"Ranker, one of {', '.join(example.SCALES)}.")
     ] = "small",
     engine: Annotated[str, typer.Option(help=f"One of {', '.join(ENGINES)}.")] = "in-process",
+    cache_mb: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="One contender more: the tree model with so many MiB of users' results kept.",
+        ),
+    ] = 0,
     seed: Seed = 0,
     device: Device = "cpu",
     impl: Impl = "auto",
@@ -76,30 +101,35 @@ def bench_serve(
     load = example.requests(Traffic(seed), requests, ratio)
     largest = example.largest(load)
     capacity = {"user": 64, "vendor": max(items, largest), "item": max(items, largest)}
+    contenders = (*CONTENDERS, CACHED) if cache_mb else CONTENDERS
     curves: Curves = {}
-    scores = {}
+    scores, host_us = {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        files = _export(Path(folder), seed, size, load, device)
-        for name in CONTENDERS:
+        files = _export(Path(folder), contenders, seed, size, load, device)
+        for name in contenders:
             options = Options(
-                files[FLAT if name == FLAT else TREE],
+                files.get(name, files[TREE]),
                 (capacity,),
                 device,
                 impl,
                 threads,
                 max_delay_s=0.0 if name == SINGLE else delay_ms / 1e3,
                 max_requests=1 if name == SINGLE else 64,
+                cache_bytes=cache_mb << 20 if name == CACHED else 0,
             )
-            with _serving(options, engine) as target:
+            times = HostTimes()
+            with _serving(options, engine, times) as target:
                 scores[name] = [_scores(target.submit(x).result(60)) for x in load]
                 curves[name] = _curve(target, load, points, seconds, limit_ms, seed)
+            host_us[name] = times.median_us
     differences = {
         name: max(float(abs(a - b).max()) for a, b in zip(scores[TREE], other, strict=True))
         for name, other in scores.items()
     }
-    _tell(printer, curves, differences, limit_ms)
+    _tell(printer, curves, differences, host_us, limit_ms)
     _record(results, curves, ratio, f"{engine}, {size}", limit_ms)
     results.checks["largest_difference"] = differences
+    results.checks["host_us_a_batch"] = host_us
     picture = out / "latency.png"
     _picture(
         picture,
@@ -110,25 +140,36 @@ def bench_serve(
 
 
 def _export(
-    folder: Path, seed: int, size: str, load: list[Request], device: str
+    folder: Path,
+    contenders: tuple[str, ...],
+    seed: int,
+    size: str,
+    load: list[Request],
+    device: str,
 ) -> dict[str, Path]:
-    """Both models as files."""
+    """The contenders' models as files; who has none is served the tree model's."""
     two = sorted(load, key=lambda x: len(x.inputs["item_features"]))[-2:]
     together = Request(
         {level: np.concatenate([x.counts[level] for x in two]) for level in ("vendor", "item")},
         {name: torch.cat([torch.as_tensor(x.inputs[name]) for x in two]) for name in two[0].inputs},
     )
+    sizes = example.SCALES[size]
+    models: dict[str, nn.Module] = {**example.scorers(seed, sizes)}
+    signatures = dict.fromkeys(models, example.signature())
+    if CACHED in contenders:
+        models[CACHED] = staged = example.staged(seed, sizes)
+        signatures[CACHED] = staged.signature
     files = {}
-    for name, model in example.scorers(seed, example.SCALES[size]).items():
-        files[name] = folder / f"{name}.pt2"
-        save(model.to(device), example.signature(), together, files[name])
+    for name, model in models.items():
+        files[name] = folder / f"{name.replace(' ', '_')}.pt2"
+        save(model.to(device), signatures[name], together, files[name])
     return files
 
 
 @contextlib.contextmanager
-def _serving(options: Options, engine: str) -> Iterator[Target]:
+def _serving(options: Options, engine: str, metrics: Metrics) -> Iterator[Target]:
     if engine == "in-process":
-        with options.batcher() as batcher:
+        with options.batcher(metrics) as batcher:
             yield batcher
         return
     serve: Any = require("ray.serve", "serve")
@@ -179,7 +220,13 @@ def _throughput(curve: list[Load], limit_ms: float) -> float:
     return max(good, default=0.0)
 
 
-def _tell(printer: Printer, curves: Curves, differences: dict[str, float], limit_ms: float) -> None:
+def _tell(
+    printer: Printer,
+    curves: Curves,
+    differences: dict[str, float],
+    host_us: dict[str, float | None],
+    limit_ms: float,
+) -> None:
     rows = [
         [
             name,
@@ -195,6 +242,8 @@ def _tell(printer: Printer, curves: Curves, differences: dict[str, float], limit
     printer.table(["", "due /s", "served /s", "p50 ms", "p90 ms", "p99 ms", "refused"], rows)
     for name, curve in curves.items():
         printer.say(f"{name}: {_throughput(curve, limit_ms):,.0f} a second at p99 <= {limit_ms} ms")
+        if host_us[name] is not None:
+            printer.say(f"    {host_us[name]:,.0f} us a batch for merging, buffers and splitting")
     printer.say(
         f"largest difference of scores from the tree model's: {max(differences.values()):.1e}"
     )
@@ -203,7 +252,12 @@ def _tell(printer: Printer, curves: Curves, differences: dict[str, float], limit
 def _record(results: Results, curves: Curves, ratio: float, note: str, limit_ms: float) -> None:
     automatic = results.impl == "auto" and results.device.type == "cpu"
     ours = "ikbo-torch" if automatic else f"ikbo-{results.impl}"
-    who = {TREE: ours, FLAT: "materialised+broadcast", SINGLE: f"{ours}, one request a call"}
+    who = {
+        TREE: ours,
+        FLAT: "materialised+broadcast",
+        SINGLE: f"{ours}, one request a call",
+        CACHED: f"{ours}, users cached",
+    }
     for name, curve in curves.items():
         for x in curve:
             refused = sum(n for status, n in x.statuses.items() if status != 200)
@@ -245,7 +299,7 @@ def _picture(path: Path, curves: Curves, title: str) -> None:
         figure, axes = plots.subplots(figsize=(7, 4.2))
         for name, curve in curves.items():
             rate = [x.served for x in curve]
-            colour = COLOURS.get(name, "#5b5ea6")
+            colour = {**COLOURS, SINGLE: "#5b5ea6", CACHED: "#c98b1b"}[name]
             for q, style in ((0.99, "-"), (0.5, ":")):
                 axes.plot(
                     rate,

@@ -1,4 +1,4 @@
-"""`ikbo-tree serve`: an exported model behind HTTP."""
+"""`ikbo-tree serve`: an exported model behind HTTP and gRPC, or as a model directory for Triton."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import typer
 from ikbo_tree.demo.options import Device, Impl, Threads
 from ikbo_tree.errors import TreeError
 from ikbo_tree.extras import require
+from ikbo_tree.serving import triton_server
 from ikbo_tree.serving.buffers import whole_capacity
 from ikbo_tree.serving.export import load
 from ikbo_tree.serving.options import Options
+from ikbo_tree.serving.tracing import hook
+from ikbo_tree.serving.triton_server import KEYS
 
 ENGINES = ("ray", "uvicorn")
 
@@ -33,6 +36,9 @@ def serve(
     ] = "ray",
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at.")] = 8000,
+    grpc_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="With ray: port to listen at for gRPC; 0: none.")
+    ] = 0,
     replicas: Annotated[int, typer.Option(min=1, help="Replicas, with ray.")] = 1,
     max_replicas: Annotated[
         int, typer.Option(min=0, help="With ray: scale up to so many by load; 0: do not.")
@@ -46,6 +52,24 @@ def serve(
     timeout_s: Annotated[
         float, typer.Option(min=0, help="Requests that waited longer get 504.")
     ] = 10.0,
+    cache_mb: Annotated[
+        int,
+        typer.Option(min=0, help="MiB of kept results for each coarse part of the model."),
+    ] = 0,
+    tracing: Annotated[
+        str | None,
+        typer.Option(help="module:function that sets up OpenTelemetry in a process that serves."),
+    ] = None,
+    triton_dir: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            help="Serve nothing: write this model directory for Triton Inference Server.",
+        ),
+    ] = None,
+    triton_keys: Annotated[
+        str, typer.Option(help=f"Type of keys with Triton, one of {', '.join(KEYS)}.")
+    ] = "int64",
     device: Device = "cpu",
     impl: Impl = "auto",
     threads: Threads = 1,
@@ -57,13 +81,26 @@ def serve(
     """
     if engine not in ENGINES:
         raise typer.BadParameter(f"must be one of {', '.join(ENGINES)}", param_hint="--engine")
-    require("ray.serve" if engine == "ray" else "uvicorn", "serve")
-    require("prometheus_client", "serve")
+    if triton_keys not in KEYS:
+        raise typer.BadParameter(f"must be one of {', '.join(KEYS)}", param_hint="--triton-keys")
+    if grpc_port and engine != "ray":
+        raise typer.BadParameter("needs --engine ray", param_hint="--grpc-port")
+    if triton_dir is None:
+        require("ray.serve" if engine == "ray" else "uvicorn", "serve")
+        require("prometheus_client", "serve")
+    if tracing is not None:
+        require("opentelemetry.trace", "tracing")
+        try:
+            hook(tracing)
+        except (ImportError, ValueError) as error:
+            raise typer.BadParameter(str(error), param_hint="--tracing") from None
     capacities = tuple(_capacity(text) for text in capacity)
     try:
         _, signature = load(model)
         for given in capacities:
             whole_capacity(signature, given)
+        if cache_mb and not signature.coarse:
+            raise TreeError("cache_mb", "must be 0: the model has no coarse parts", str(cache_mb))
     except TreeError as error:
         raise typer.BadParameter(str(error)) from None
     options = Options(
@@ -77,7 +114,12 @@ def serve(
         max_queued_requests=queue,
         max_queued_bytes=queue_mb << 20,
         timeout_s=timeout_s,
+        cache_bytes=cache_mb << 20,
+        tracing=tracing,
     )
+    if triton_dir is not None:
+        triton_server.write(triton_dir.resolve(), options, keys=triton_keys)
+        return
     if engine == "uvicorn":
         from ikbo_tree.serving import http_app
 
@@ -92,7 +134,13 @@ def serve(
     }
     if max_replicas and max_replicas < replicas:
         raise typer.BadParameter("must be at least --replicas", param_hint="--max-replicas")
-    ray_app.run(options, host=host, port=port, replicas=scale if max_replicas else replicas)
+    ray_app.run(
+        options,
+        host=host,
+        port=port,
+        grpc_port=grpc_port or None,
+        replicas=scale if max_replicas else replicas,
+    )
 
 
 def _capacity(text: str) -> dict[str, int]:

@@ -7,14 +7,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import CancelledError, Future
 from typing import Protocol
 
-import numpy as np
-import torch
-from torch import Tensor
-
+from ikbo_tree.serving.callers import Caller, Part
 from ikbo_tree.serving.errors import (
     LateError,
     OverloadedError,
@@ -25,9 +21,10 @@ from ikbo_tree.serving.errors import (
 )
 from ikbo_tree.serving.merge import Merged, cut, merge
 from ikbo_tree.serving.metrics import BatchFacts, Metrics
-from ikbo_tree.serving.request import MAX_ROWS, Checked, Request, Scores, check
+from ikbo_tree.serving.request import MAX_ROWS, Request, Scores, check
 from ikbo_tree.serving.runner import Run
 from ikbo_tree.serving.signature import Signature
+from ikbo_tree.serving.tracing import Spans
 
 
 class Runner(Protocol):
@@ -48,64 +45,6 @@ class Runner(Protocol):
         """Raises if it can't score any more."""
 
 
-@dataclass
-class _Caller:
-    """One request on its way: its parts are scored in turn, in one batch or several."""
-
-    arrived: float
-    order: np.ndarray | None
-    parts: int
-    future: Future[Scores] = field(default_factory=Future)
-    scores: list[Tensor] = field(default_factory=list)
-    run_s: float = 0.0
-    started: float | None = None
-    neighbours: int = 0
-
-    @property
-    def gone(self) -> bool:
-        """It was cancelled or answered already."""
-        return self.future.done()
-
-    def start(self, now: float) -> bool:
-        """Marks it as running; false if it was cancelled or has failed."""
-        if self.started is None:
-            if not self.future.set_running_or_notify_cancel():
-                return False
-            self.started = now
-        return not self.gone
-
-    def fail(self, error: BaseException) -> bool:
-        """Answers with an error, once."""
-        if self.gone or (self.started is None and not self.start(time.perf_counter())):
-            return False
-        self.future.set_exception(error)
-        return True
-
-    def add(self, scores: Tensor, run: Run, neighbours: int, level: str) -> bool:
-        """Takes a part's scores; true if they were the last."""
-        self.scores.append(scores)
-        self.run_s += run.run_s
-        self.neighbours = max(self.neighbours, neighbours)
-        if self.gone or len(self.scores) < self.parts:
-            return False
-        values = self.scores[0] if self.parts == 1 else torch.cat(self.scores)
-        if self.order is not None:
-            back = torch.empty_like(values)
-            back[torch.from_numpy(self.order)] = values
-            values = back
-        assert self.started is not None
-        waited = self.started - self.arrived
-        self.future.set_result(Scores(values, level, waited, self.run_s, self.neighbours))
-        return True
-
-
-@dataclass(frozen=True)
-class _Part:
-    caller: _Caller
-    request: Checked
-    nbytes: int
-
-
 class TreeBatcher:
     """Merges waiting requests into one tree, scores it, and gives each caller its scores.
 
@@ -121,6 +60,7 @@ class TreeBatcher:
         max_rows: most rows that a request may have at any level.
         timeout_s: requests that waited longer are given up; None: none are.
         metrics: told of everything.
+        spans: told of every request's way, for traces.
     """
 
     def __init__(
@@ -134,16 +74,17 @@ class TreeBatcher:
         max_rows: int = MAX_ROWS,
         timeout_s: float | None = None,
         metrics: Metrics | None = None,
+        spans: Spans | None = None,
     ) -> None:
         self.runner, self.signature = runner, runner.signature
-        self.metrics = metrics or Metrics()
+        self.metrics, self.spans = metrics or Metrics(), spans or Spans()
         self._capacity = dict(runner.capacity)
         self._max_delay_s, self._max_requests = max_delay_s, max_requests
         self._max_queued_requests, self._max_queued_bytes = max_queued_requests, max_queued_bytes
         self._max_rows, self._timeout_s = max_rows, timeout_s
-        self._queue: deque[_Part] = deque()
+        self._queue: deque[Part] = deque()
         self._waiting = self._queued_bytes = 0
-        self._running: list[_Part] = []
+        self._running: list[Part] = []
         self._rate = 0.0  # bytes of requests that are scored in a second, smoothed
         self._stopped = False
         self._changed = threading.Condition()
@@ -173,11 +114,30 @@ class TreeBatcher:
             OverloadedError: the queue is full.
             StoppedError: the batcher drains or has ended.
         """
+        span = self.spans.arrived()
         try:
-            return self._submitted(request)
+            return self._submitted(request, span)
         except ServingError as error:
             self.metrics.answered(error.status)
+            self.spans.answered(span, error)
             raise
+
+    def submit_all(self, requests: Sequence[Request]) -> list[Future[Scores]]:
+        """Queues requests at once, so that as many as fit are one batch.
+
+        Returns:
+            For each its scores or its ServingError, which refused ones have already.
+        """
+        futures = []
+        with self._changed:  # the worker waits, too
+            for request in requests:
+                try:
+                    future = self.submit(request)
+                except ServingError as error:
+                    future = Future()
+                    future.set_exception(error)
+                futures.append(future)
+        return futures
 
     def score(self, request: Request, timeout_s: float | None = None) -> Scores:
         """Waits for a request's scores.
@@ -226,7 +186,7 @@ class TreeBatcher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submitted(self, request: Request) -> Future[Scores]:
+    def _submitted(self, request: Request, span: object) -> Future[Scores]:
         checked = check(request, self.signature, max_rows=self._max_rows)
         nbytes = checked.nbytes
         if nbytes > self._max_queued_bytes:
@@ -234,14 +194,16 @@ class TreeBatcher:
             raise TooLargeError("inputs", rule, f"{nbytes}")
         self._refuse_if_full(nbytes)  # before the work of cutting, and again when it is done
         requests = cut(self.signature, checked, self._capacity)
-        caller = _Caller(time.perf_counter(), checked.order, len(requests))
+        caller = Caller(time.perf_counter(), checked.order, len(requests), span)
         with self._changed:
             self._refuse_if_full(nbytes)
-            self._queue += [_Part(caller, part, part.nbytes) for part in requests]
+            self._queue += [Part(caller, part, part.nbytes) for part in requests]
             self._waiting += 1
             self._queued_bytes += sum(part.nbytes for part in requests)
             self.metrics.waiting(self._waiting, self._queued_bytes)
             self._changed.notify_all()
+        if span is not None:
+            caller.future.add_done_callback(lambda done: self.spans.answered(span, _error(done)))
         return caller.future
 
     def _refuse_if_full(self, nbytes: int) -> None:
@@ -256,7 +218,7 @@ class TreeBatcher:
                 retry_after_s=seconds,
             )
 
-    def _emptied(self) -> list[_Part]:
+    def _emptied(self) -> list[Part]:
         parts = list(self._queue)
         self._queue.clear()
         self._waiting = self._queued_bytes = 0
@@ -282,7 +244,7 @@ class TreeBatcher:
             for part in left:
                 self._fail(part.caller, error)
 
-    def _next_batch(self) -> list[_Part]:
+    def _next_batch(self) -> list[Part]:
         """Waits for the next batch; empty when there is none to come."""
         while True:
             with self._changed:
@@ -320,7 +282,7 @@ class TreeBatcher:
                 return at
         return len(self._queue)
 
-    def _taken(self) -> list[_Part]:
+    def _taken(self) -> list[Part]:
         batch = [self._queue.popleft() for _ in range(self._prefix())]
         # A caller counts as waiting until the last of its parts is taken.
         still = self._queue[0].caller if self._queue else None
@@ -330,21 +292,24 @@ class TreeBatcher:
         self.metrics.waiting(self._waiting, self._queued_bytes)
         return batch
 
-    def _starts(self, caller: _Caller, now: float) -> bool:
+    def _starts(self, caller: Caller, now: float) -> bool:
         waited = now - caller.arrived
         if self._timeout_s is not None and caller.started is None and waited > self._timeout_s:
             self._fail(caller, LateError(f"waited {waited:.3f} s, longer than {self._timeout_s} s"))
         return caller.start(now)
 
-    def _score(self, batch: Sequence[_Part]) -> None:
+    def _score(self, batch: Sequence[Part]) -> None:
         """Scores a batch; if that fails each request alone, so that only the guilty one does."""
         begin = time.perf_counter()
+        stages: dict[str, tuple[float, float]] = {}
         try:
             merged = merge(self.signature, [part.request for part in batch])
-            prepared = time.perf_counter() - begin
+            stages["merge"] = begin, time.perf_counter()
             run = self.runner.run(merged)
+            stages |= run.stages
             scores = merged.split(run.scores)
         except Exception as error:
+            self._trace(batch, begin, stages)
             if len(batch) > 1:
                 for part in batch:
                     self._score([part])
@@ -354,27 +319,46 @@ class TreeBatcher:
                 self._fail(batch[0].caller, told)
             return
         split = time.perf_counter()
-        for part, values in zip(batch, scores, strict=True):
-            # Own memory: a view would keep every neighbour's scores alive.
-            own = values.clone() if len(batch) > 1 else values
-            if part.caller.add(own, run, len(batch) - 1, self.signature.output):
+        waits = [part.caller.waited for part in batch]
+        # Own memory: a view would keep every neighbour's scores alive.
+        own = [values.clone() for values in scores] if len(batch) > 1 else scores
+        stages["split"] = split, time.perf_counter()
+        for part, values in zip(batch, own, strict=True):
+            if part.caller.add(values, run, len(batch) - 1, self.signature.output):
                 self.metrics.answered(200)
         done = time.perf_counter()
         rate = sum(part.nbytes for part in batch) / (done - begin)
         self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
-        waits = [part.caller.started - part.caller.arrived for part in batch]  # type: ignore[operator]
-        self.metrics.batch(
-            BatchFacts(
-                waits,
-                prepared + run.fill_s,
-                run.run_s,
-                done - split,
-                run.copied,
-                merged.rows,
-                merged.bytes_not_moved,
-            )
+        facts = BatchFacts(
+            waits,
+            stages["merge"][1] - begin + run.fill_s,
+            run.run_s,
+            done - split,
+            run.copied,
+            merged.rows,
+            merged.bytes_not_moved,
+            run.lookups,
         )
+        self.metrics.batch(facts)
+        self._trace(batch, begin, stages, facts)
 
-    def _fail(self, caller: _Caller, error: BaseException) -> None:
+    def _trace(
+        self,
+        batch: Sequence[Part],
+        begin: float,
+        stages: Mapping[str, tuple[float, float]],
+        facts: BatchFacts | None = None,
+    ) -> None:
+        traced = {id(part.caller): part.caller.span for part in batch}
+        spans = [span for span in traced.values() if span is not None]
+        if spans:
+            self.spans.batch(spans, begin, stages, facts)
+
+    def _fail(self, caller: Caller, error: BaseException) -> None:
         if caller.fail(error):
             self.metrics.answered(getattr(error, "status", 500))
+
+
+def _error(answer: Future[Scores]) -> BaseException | None:
+    """What a request got instead of scores."""
+    return CancelledError() if answer.cancelled() else answer.exception()

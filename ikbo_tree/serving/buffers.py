@@ -10,7 +10,7 @@ from torch import Tensor
 from ikbo_tree.errors import TreeError
 from ikbo_tree.serving.merge import Merged, merge
 from ikbo_tree.serving.request import Request, check
-from ikbo_tree.serving.signature import Signature
+from ikbo_tree.serving.signature import Input, Signature
 from ikbo_tree.tree import BroadcastTree
 from ikbo_tree.tree.host import split
 
@@ -55,6 +55,31 @@ def full_batch(signature: Signature, capacity: Mapping[str, int]) -> Merged:
     return merge(signature, [check(request, signature, max_rows=max(capacity.values()))])
 
 
+class Layout:
+    """Where tensors lie in one buffer of bytes.
+
+    Args:
+        tensors: for each name its rows and what one of them is.
+        start: bytes before the first.
+    """
+
+    def __init__(self, tensors: Mapping[str, tuple[int, Input]], *, start: int = 0) -> None:
+        self._tensors = dict(tensors)
+        self._places, at = {}, _aligned(start)
+        for name, (rows, given) in tensors.items():
+            self._places[name] = (at, rows * given.row_bytes)
+            at += _aligned(rows * given.row_bytes)
+        self.nbytes = at
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The tensors in a buffer [nbytes] of uint8."""
+        views = {}
+        for name, (rows, given) in self._tensors.items():
+            at, size = self._places[name]
+            views[name] = buffer[at : at + size].view(given.dtype).view(rows, *given.shape)
+        return views
+
+
 class TreeBuffers:
     """Room for one batch of at most `capacity` rows a level.
 
@@ -86,29 +111,21 @@ class TreeBuffers:
         tree = full_batch(signature, self.capacity).tree(allocated)
         host = tree._host_maps()
         self._allocated, self._schema, self._sizes = allocated, tree._schema, host.sizes
-        sizes = {name: allocated[x.at] * x.row_bytes for name, x in signature.inputs.items()}
-        places, at = {}, _aligned(host.buffer.nbytes)
-        for name, size in sizes.items():
-            places[name] = (at, size)
-            at += _aligned(size)
-        self._host = torch.zeros(at, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        layout = Layout(
+            {name: (allocated[given.at], given) for name, given in signature.inputs.items()},
+            start=host.buffer.nbytes,
+        )
+        pinned = self.device.type == "cuda"
+        self._host = torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=pinned)
         self._there = self._host if self.device.type == "cpu" else self._host.to(self.device)
         maps = slice(0, host.buffer.nbytes)
         self._maps = self._host[maps].view(torch.int32)
-        self._inputs = self._views(self._host, places)
+        self._inputs = layout.views(self._host)
         self._written = {name: allocated[x.at] for name, x in signature.inputs.items()}
-        self.inputs = self._views(self._there, places)
+        self.inputs = layout.views(self._there)
         self.tree = BroadcastTree._from_fields(
             self._schema, split(self._there[maps].view(torch.int32), self._sizes)
         )
-
-    def _views(self, buffer: Tensor, places: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
-        views = {}
-        for name, (at, size) in places.items():
-            given = self.signature.inputs[name]
-            shape = (self._allocated[given.at], *given.shape)
-            views[name] = buffer[at : at + size].view(given.dtype).view(shape)
-        return views
 
     @property
     def nbytes(self) -> int:

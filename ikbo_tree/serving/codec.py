@@ -1,9 +1,9 @@
 """Requests and scores as HTTP bodies: JSON, or NumPy's `.npz` and `.npy` for large ones.
 
 JSON:   {"counts": {"vendor": [2], "item": [3, 1]}, "inputs": {"user_features": [[...]], ...},
-         "keys": {"user": [17]}, "root_rows": 1}
+         "keys": {"user": [17]}, "versions": {"user": [3]}, "root_rows": 1}
 a log:  {"log": {"user": [17, 17], "vendor": [4, 2], "item": [8, 9]},
-         "rows": {"user": [17], "vendor": [2, 4]}, "inputs": {...}}
+         "rows": {"user": [17], "vendor": [2, 4]}, "versions": {"user": [3]}, "inputs": {...}}
 npz:    the same as arrays named "counts/vendor", "inputs/user_features", "keys/user", ...
 answer: {"scores": [...], "level": "item"}, or the scores alone as `.npy`
 """
@@ -27,7 +27,8 @@ from ikbo_tree.serving.request import Request, Scores
 from ikbo_tree.serving.signature import Input, Signature
 
 JSON, NPZ, NPY = "application/json", "application/x-npz", "application/x-npy"
-FIELDS = ("counts", "inputs", "keys", "root_rows", "log", "rows")
+MAPPINGS = ("counts", "inputs", "keys", "versions")
+FIELDS = (*MAPPINGS, "root_rows", "log", "rows")
 
 
 def decode(body: bytes, kind: str, signature: Signature, *, max_bytes: int) -> Request:
@@ -52,12 +53,12 @@ def decode(body: bytes, kind: str, signature: Signature, *, max_bytes: int) -> R
     for name in content:
         if name not in FIELDS:
             raise BadRequestError("body", f"must have the fields {list(FIELDS)}", repr(name))
-    inputs = _mapping(content, "inputs")
+    given = {name: _mapping(content, name) for name in MAPPINGS}
     if "log" in content:
         log, rows = _mapping(content, "log"), _mapping(content, "rows")
-        return from_log(signature, log, inputs, rows)
-    counts, keys = _mapping(content, "counts"), _mapping(content, "keys")
-    return Request(counts, inputs, content.get("root_rows"), keys)
+        return from_log(signature, log, given["inputs"], rows, given["versions"])
+    counts, keys, versions = given["counts"], given["keys"], given["versions"]
+    return Request(counts, given["inputs"], content.get("root_rows"), keys, versions=versions)
 
 
 def encode_json(scores: Scores) -> bytes:
@@ -89,8 +90,7 @@ def to_json(request: Request) -> bytes:
         return values.tolist() if isinstance(values, (Tensor, np.ndarray)) else values
 
     content: dict[str, Any] = {
-        name: {key: listed(x) for key, x in getattr(request, name).items()}
-        for name in ("counts", "inputs", "keys")
+        name: {key: listed(x) for key, x in getattr(request, name).items()} for name in MAPPINGS
     }
     if request.root_rows is not None:
         content["root_rows"] = request.root_rows
@@ -101,7 +101,7 @@ def to_npz(request: Request) -> bytes:
     """The `.npz` body that a client sends for a request."""
     arrays = {
         f"{name}/{key}": np.asarray(x)
-        for name in ("counts", "inputs", "keys")
+        for name in MAPPINGS
         for key, x in getattr(request, name).items()
     }
     if request.root_rows is not None:

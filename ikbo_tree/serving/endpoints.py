@@ -11,12 +11,15 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from ikbo_tree.extras import require
 from ikbo_tree.serving import codec
 from ikbo_tree.serving.batcher import TreeBatcher
 from ikbo_tree.serving.errors import BadRequestError, ServingError, TooLargeError
+from ikbo_tree.serving.request import Scores
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -58,22 +61,42 @@ class Endpoints:
             return self._error(error)
         return self._json({"error": "no such path; there is POST /score"}, 404)
 
+    async def score(
+        self, body: bytes, kind: str, answer_kind: str, headers: Mapping[str, str]
+    ) -> bytes:
+        """The scores of the request in a body.
+
+        Args:
+            body: a request, as `codec` has it.
+            kind: its content type.
+            answer_kind: `codec.NPY`, or anything else for JSON.
+            headers: of the request, in lower case.
+
+        Raises:
+            ServingError: it gets none.
+        """
+        if len(body) > self.max_body:
+            raise _too_long(self.max_body)
+        batcher = self.batcher
+
+        def submit() -> Future[Scores]:
+            asked = codec.decode(body, kind, batcher.signature, max_bytes=self.max_body)
+            return batcher.submit(asked)
+
+        with batcher.spans.within(headers):
+            future = submit() if len(body) <= INLINE else await asyncio.to_thread(submit)
+        scores = await asyncio.wrap_future(future)
+        if answer_kind == codec.NPY:
+            return codec.encode_npy(scores)
+        return codec.encode_json(scores)
+
     async def _score(self, request: Request) -> Response:
         body = await self._body(request)
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        signature = self.batcher.signature
-
-        def submit() -> object:
-            asked = codec.decode(body, kind, signature, max_bytes=self.max_body)
-            return self.batcher.submit(asked)
-
-        future = submit() if len(body) <= INLINE else await asyncio.to_thread(submit)
-        scores = await asyncio.wrap_future(future)  # type: ignore[arg-type,var-annotated]
-        if codec.NPY in request.headers.get("accept", ""):
-            answer, kind = codec.encode_npy(scores), codec.NPY
-        else:
-            answer, kind = codec.encode_json(scores), codec.JSON
-        response: Response = self._responses.Response(answer, media_type=kind)
+        headers = request.headers
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        answer_kind = codec.NPY if codec.NPY in headers.get("accept", "") else codec.JSON
+        answer = await self.score(body, kind, answer_kind, headers)
+        response: Response = self._responses.Response(answer, media_type=answer_kind)
         return response
 
     async def _body(self, request: Request) -> bytes:
@@ -82,8 +105,7 @@ class Endpoints:
         async for chunk in request.stream():
             body += chunk
             if len(body) > self.max_body:
-                rule = f"must have at most {self.max_body} bytes"
-                raise TooLargeError("body", rule, "more")
+                raise _too_long(self.max_body)
         return bytes(body)
 
     def _json(self, content: object, status: int) -> Response:
@@ -97,6 +119,15 @@ class Endpoints:
             content["argument"] = error.argument
         response = self._json(content, error.status)
         if error.status == 503:
-            seconds = 1.0 if error.retry_after_s is None else error.retry_after_s
-            response.headers["Retry-After"] = str(max(1, math.ceil(seconds)))
+            response.headers["Retry-After"] = retry_after(error)
         return response
+
+
+def retry_after(error: ServingError) -> str:
+    """Whole seconds after which to try again."""
+    seconds = 1.0 if error.retry_after_s is None else error.retry_after_s
+    return str(max(1, math.ceil(seconds)))
+
+
+def _too_long(max_body: int) -> TooLargeError:
+    return TooLargeError("body", f"must have at most {max_body} bytes", "more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 import ikbo_tree as ikbo
 from ikbo_tree.demo.ranker import FlatRanker, LevelInputs, RankerSizes, TreeRanker
 from ikbo_tree.demo.traffic import SIZES, Requests, Traffic
+from ikbo_tree.serving.coarse import Staged
 from ikbo_tree.serving.request import Request
-from ikbo_tree.serving.signature import Input, Signature
+from ikbo_tree.serving.signature import Coarse, Input, Signature
 
 TABLE = "user_row"
 """The table of distinct users; vendors are rows as one user knows them, and stay a level."""
@@ -98,6 +100,82 @@ def scorers(seed: int = 0, sizes: RankerSizes = SIZES) -> dict[str, RankerScorer
     return {"flat": RankerScorer(flat).eval(), "tree": RankerScorer(tree).eval()}
 
 
+class HistoryProjection(nn.Module):
+    """The coarse part of a ranker: what it makes of users' histories, whatever the candidates.
+
+    Args:
+        key: projects events to keys.
+        value: projects events to values.
+    """
+
+    def __init__(self, key: nn.Module, value: nn.Module) -> None:
+        super().__init__()
+        self.key, self.value = key, value
+
+    def forward(self, user_history: Tensor) -> dict[str, Tensor]:
+        """Keys and values of all events: [users, 2, events, inner]."""
+        found = [self.key(user_history), self.value(user_history)]
+        return {"user_memory": torch.stack(found, dim=1)}
+
+
+class _Projected(nn.Module):
+    """Keys or values out of `HistoryProjection`, in place of what would project them."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, memory: Tensor) -> Tensor:
+        return memory[:, self.number]
+
+
+class MemoryScorer(nn.Module):
+    """`RankerScorer` for histories of users that are projected already.
+
+    Args:
+        ranker: on the tree, with `table_sizes`; it is copied.
+    """
+
+    def __init__(self, ranker: TreeRanker) -> None:
+        super().__init__()
+        ranker = copy.deepcopy(ranker)
+        ranker.key[TABLE], ranker.value[TABLE] = _Projected(0), _Projected(1)
+        self.scorer = RankerScorer(ranker)
+
+    def forward(
+        self,
+        tree: ikbo.BroadcastTree,
+        user_features: Tensor,
+        user_tokens: Tensor,
+        user_lengths: Tensor,
+        user_memory: Tensor,
+        vendor_features: Tensor,
+        vendor_tokens: Tensor,
+        vendor_history: Tensor,
+        vendor_lengths: Tensor,
+        item_features: Tensor,
+        item_tokens: Tensor,
+    ) -> Tensor:
+        """Scores [items]."""
+        user = (user_features, user_tokens, user_memory, user_lengths)
+        vendor = (vendor_features, vendor_tokens, vendor_history, vendor_lengths)
+        scores: Tensor = self.scorer(tree, *user, *vendor, item_features, item_tokens)
+        return scores
+
+
+def staged(seed: int = 0, sizes: RankerSizes = SIZES) -> Staged:
+    """The tree model of `scorers`, with its projection of users' histories as a coarse part."""
+    ranker = scorers(seed, sizes)["tree"].ranker
+    assert isinstance(ranker, TreeRanker)
+    whole = signature(sizes)
+    events, _ = whole.inputs["user_history"].shape
+    memory = Input(TABLE, shape=(2, events, sizes.heads * sizes.head_dim))
+    coarse = {TABLE: Coarse(("user_history",), {"user_memory": memory})}
+    part = HistoryProjection(ranker.key[TABLE], ranker.value[TABLE])
+    model = Staged(MemoryScorer(ranker), {TABLE: part}, replace(whole, coarse=coarse))
+    return model.eval()
+
+
 def requests(traffic: Traffic, users: int, ratio: float, number: int = 0) -> list[Request]:
     """Generated requests of one user each.
 
@@ -121,7 +199,7 @@ def _one(made: Requests, user: int, key: int) -> Request:
             if values is not None:
                 inputs[f"{name}_{field}"] = values[rows]
     counts = {name: part.counts(name) for name in ("vendor", "item")}
-    return Request(counts, inputs, keys={"user": [key]})
+    return Request(counts, inputs, keys={"user": [key]}, versions={"user": [0]})
 
 
 def largest(requests: Sequence[Request]) -> int:

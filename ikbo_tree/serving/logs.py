@@ -21,6 +21,7 @@ def from_log(
     keys: Mapping[str, Any],
     inputs: Mapping[str, Values],
     rows: Mapping[str, Any],
+    versions: Mapping[str, Any] | None = None,
 ) -> Request:
     """A request from key columns; its scores come back in the log's order.
 
@@ -30,10 +31,11 @@ def from_log(
             `BroadcastTree.from_keys` takes them.
         inputs: of the last level [candidates, ...]; of the others [keys in `rows`, ...].
         rows: for each level above the last that has inputs, the distinct keys of their rows.
+        versions: for levels in `rows`, one for each of these keys (see `Request`).
 
     Raises:
         BadRequestError: columns that are missing, unequal or no keys; a key that `rows` lacks or
-            has twice.
+            has twice; versions of other levels or of another length.
     """
     levels = signature.levels
     if not signature.is_chain or signature.output != levels[-1]:
@@ -67,7 +69,26 @@ def from_log(
         root_rows=tree.rows(levels[0]),
         keys={level: tree.keys(level) for level in signature.tables.values()},
         order=order,
+        versions=_versions(signature, versions or {}, rows, tree),
     )
+
+
+def _versions(
+    signature: Signature, given: Mapping[str, Any], rows: Mapping[str, Any], tree: BroadcastTree
+) -> dict[str, list[Any]]:
+    """The versions of the tree's rows."""
+    found = {}
+    for level, listed in given.items():
+        if level not in signature.tables.values():
+            rule = f"must be of levels with tables, {[*signature.tables.values()]}"
+            raise BadRequestError("versions", rule, repr(level))
+        wanted = _places(level, rows, tree).tolist()
+        known = listed.tolist() if isinstance(listed, (np.ndarray, Tensor)) else listed
+        if not isinstance(known, list) or len(known) != len(rows[level]):
+            rule = f"must be {len(rows[level])} integers or strings"
+            raise BadRequestError(f'versions["{level}"]', rule, type(listed).__name__)
+        found[level] = [known[at] for at in wanted]
+    return found
 
 
 def _host(column: Any) -> Any:

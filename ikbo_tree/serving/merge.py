@@ -9,7 +9,7 @@ keeps its scores, and whatever is computed from table rows is computed once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from ikbo_tree.serving.errors import TooLargeError
 from ikbo_tree.serving.request import Checked
 from ikbo_tree.serving.signature import Signature
 from ikbo_tree.tree import BroadcastTree
+
+Identity = tuple[int | str | bytes, int | str | bytes]
+"""Key and version of a row."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Merged:
         counts: of all of them, by level.
         rows: of every level and table.
         tables: by name.
+        extra: inputs of the model that no request has, by name.
     """
 
     signature: Signature
@@ -52,6 +56,7 @@ class Merged:
     counts: dict[str, NDArray[np.int64]]
     rows: dict[str, int]
     tables: dict[str, Table]
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
 
     def tree(self, capacity: Mapping[str, int]) -> BroadcastTree:
         """The tree of the batch, on the CPU, with live counts below `capacity`."""
@@ -74,6 +79,9 @@ class Merged:
 
     def write(self, name: str, out: Tensor) -> None:
         """Puts an input's rows into `out` [rows of its level or table, ...]."""
+        if name in self.extra:
+            out.copy_(self.extra[name])
+            return
         pieces = [part.inputs[name] for part in self.parts]
         at = self.signature.inputs[name].at
         if at in self.tables and len(self.tables[at].first) < len(self.tables[at].index):
@@ -81,6 +89,32 @@ class Merged:
             torch.index_select(torch.cat(pieces), 0, first, out=out)
         else:
             torch.cat(pieces, out=out)
+
+    def identities(self, table: str) -> list[Identity | None]:
+        """For each row of a table its key and version; None where it has no version."""
+        level = self.signature.tables[table]
+        found: list[Identity | None] = []
+        for part in self.parts:
+            if level in part.versions:
+                pairs = zip(part.keys[level].tolist(), part.versions[level].tolist(), strict=True)
+                found += pairs
+            else:
+                found += [None] * part.rows[level]
+        return [found[row] for row in self.tables[table].first.tolist()]
+
+    def take(self, name: str, rows: Sequence[int]) -> Tensor:
+        """An input's values [len(rows), ...] for some rows of its table, increasing."""
+        at = self.signature.inputs[name].at
+        level = self.signature.tables[at]
+        ends = np.cumsum([part.rows[level] for part in self.parts])
+        wanted = self.tables[at].first[np.asarray(rows, dtype=np.int64)]
+        bounds = np.searchsorted(wanted, [0, *ends])
+        pieces = [
+            part.inputs[name][torch.from_numpy(wanted[low:high] - end + part.rows[level])]
+            for part, end, low, high in zip(self.parts, ends, bounds[:-1], bounds[1:], strict=True)
+            if low < high
+        ]
+        return torch.cat(pieces)
 
     def split(self, scores: Tensor) -> list[Tensor]:
         """Scores [rows of the output level, ...] of each request, in its caller's order."""
@@ -221,8 +255,12 @@ def _part(
         name: request.inputs[name][origin[signature.level_of(given.at)]]
         for name, given in signature.inputs.items()
     }
-    keys = {name: column[origin[name].numpy()] for name, column in request.keys.items()}
-    return Checked(counts, inputs, keys, {name: part.rows(name) for name in signature.levels})
+    keys, versions = (
+        {name: column[origin[name].numpy()] for name, column in columns.items()}
+        for columns in (request.keys, request.versions)
+    )
+    rows = {name: part.rows(name) for name in signature.levels}
+    return Checked(counts, inputs, keys, rows, versions=versions)
 
 
 def _tables(signature: Signature, rows: Mapping[str, int]) -> dict[str, int]:

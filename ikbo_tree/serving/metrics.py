@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ikbo_tree.extras import require
+from ikbo_tree.serving.cache import Lookups
 
 SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 ROWS = tuple(4.0**i for i in range(10))
@@ -19,12 +20,13 @@ class BatchFacts:
 
     Attributes:
         queue_s: seconds that each of its requests waited.
-        merge_s: seconds of merging and of writing into the buffers.
-        run_s: seconds of copy, launch and wait.
+        merge_s: seconds of merging, of writing into the buffers, and of starting the copy.
+        run_s: seconds of coarse parts, launch and wait.
         split_s: seconds of handing scores back.
         copied: bytes copied to the device.
         rows: live rows of every level and table.
         bytes_not_moved: see `Merged`.
+        lookups: what caches of coarse results did, by table.
     """
 
     queue_s: Sequence[float]
@@ -34,6 +36,7 @@ class BatchFacts:
     copied: int
     rows: Mapping[str, int]
     bytes_not_moved: int
+    lookups: Mapping[str, Lookups] = field(default_factory=dict)
 
 
 class Metrics:
@@ -81,7 +84,7 @@ class PrometheusMetrics(Metrics):
         timed = {
             "queue": "Seconds from a request's arrival to the start of its batch",
             "merge": "Seconds of merging a batch and writing it into the buffers",
-            "run": "Seconds of a batch's copy to the device, launch and wait",
+            "run": "Seconds of a batch's coarse parts, launch and wait",
             "split": "Seconds of handing a batch's scores back",
         }
         self._seconds = {
@@ -98,6 +101,15 @@ class PrometheusMetrics(Metrics):
         self._copied = made(counter, "copied_bytes", "Bytes copied to the device")
         self._saved = made(
             counter, "bytes_not_moved", "Bytes that copies to the output level would have written"
+        )
+        self._coarse = made(
+            counter,
+            "coarse_rows",
+            "Table rows by what the cache of coarse results had: hit, miss or unversioned",
+            ("table", "outcome"),
+        )
+        self._evicted = made(
+            counter, "coarse_evictions", "Coarse results that went to make room", ("table",)
         )
         self._answers = made(counter, "answers", "Requests by HTTP status", ("status",))
         self._waiting = made(gauge, "waiting_requests", "Requests in the queue")
@@ -121,6 +133,15 @@ class PrometheusMetrics(Metrics):
             self._rows.labels(*self._values, level).observe(rows)
         self._copied.inc(facts.copied)
         self._saved.inc(facts.bytes_not_moved)
+        for table, lookups in facts.lookups.items():
+            outcomes = {
+                "hit": lookups.hits,
+                "miss": lookups.misses,
+                "unversioned": lookups.unversioned,
+            }
+            for outcome, rows in outcomes.items():
+                self._coarse.labels(*self._values, table, outcome).inc(rows)
+            self._evicted.labels(*self._values, table).inc(lookups.evicted)
 
     def answered(self, status: int) -> None:
         """See `Metrics`."""

@@ -9,8 +9,9 @@ from pathlib import Path
 from ikbo_tree.serving.batcher import TreeBatcher
 from ikbo_tree.serving.endpoints import MAX_BODY
 from ikbo_tree.serving.export import load
-from ikbo_tree.serving.metrics import PrometheusMetrics
+from ikbo_tree.serving.metrics import Metrics, PrometheusMetrics
 from ikbo_tree.serving.runner import GraphRunner
+from ikbo_tree.serving.tracing import OpenTelemetrySpans, hook
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class Options:
         max_queued_bytes: more are refused with 503.
         timeout_s: requests that waited longer get 504.
         max_body: most bytes of a request.
+        cache_bytes: see `GraphRunner`.
+        tracing: `module:function` that sets up OpenTelemetry in a process that serves (see
+            `tracing.hook`); None: no spans.
     """
 
     model: Path
@@ -42,18 +46,29 @@ class Options:
     max_queued_bytes: int = 256 << 20
     timeout_s: float | None = 10.0
     max_body: int = MAX_BODY
+    cache_bytes: int = 0
+    tracing: str | None = None
 
-    def batcher(self, labels: Mapping[str, str] | None = None) -> TreeBatcher:
+    def batcher(self, metrics: Metrics | None = None) -> TreeBatcher:
         """Loads the model and starts a batcher.
 
         Args:
-            labels: of its metrics.
+            metrics: told of everything; default: for Prometheus.
         """
         import torch
 
+        if self.tracing is not None:
+            hook(self.tracing)()
         torch.set_num_threads(self.threads)
         model, signature = load(self.model, device=self.device)
-        runner = GraphRunner(model, signature, self.capacities, device=self.device, impl=self.impl)
+        runner = GraphRunner(
+            model,
+            signature,
+            self.capacities,
+            device=self.device,
+            impl=self.impl,
+            cache_bytes=self.cache_bytes,
+        )
         return TreeBatcher(
             runner,
             max_delay_s=self.max_delay_s,
@@ -61,5 +76,6 @@ class Options:
             max_queued_requests=self.max_queued_requests,
             max_queued_bytes=self.max_queued_bytes,
             timeout_s=self.timeout_s,
-            metrics=PrometheusMetrics(labels),
+            metrics=metrics or PrometheusMetrics(),
+            spans=None if self.tracing is None else OpenTelemetrySpans(),
         )

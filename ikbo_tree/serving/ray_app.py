@@ -1,4 +1,4 @@
-"""A Ray Serve deployment: replicas that each merge their own requests, one a GPU.
+"""A Ray Serve deployment, over HTTP and gRPC: replicas that merge their own requests, one a GPU.
 
 Ray's proxy spreads requests over replicas, restarts those that die or whose health check fails,
 and lets those it stops drain. A request whose replica dies gets an error from the proxy, not
@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ikbo_tree.extras import require
+from ikbo_tree.serving import grpc_service
 from ikbo_tree.serving.endpoints import Endpoints
+from ikbo_tree.serving.metrics import PrometheusMetrics
 from ikbo_tree.serving.options import Options
 
 if TYPE_CHECKING:
@@ -34,12 +36,16 @@ class Scorer:
     def __init__(self, options: Options) -> None:
         serve: Any = require("ray.serve", "serve")
         replica = serve.get_replica_context().replica_id.unique_id
-        self._batcher = options.batcher({"replica": replica})
+        self._batcher = options.batcher(PrometheusMetrics({"replica": replica}))
         self._endpoints = Endpoints(self._batcher, max_body=options.max_body)
 
     async def __call__(self, request: Request) -> Response:
         """Answers one HTTP request."""
         return await self._endpoints.handle(request)
+
+    async def Score(self, request: Any, grpc_context: Any) -> Any:  # noqa: N802
+        """Answers one gRPC call; Ray finds it by the method's name."""
+        return await grpc_service.answer(self._endpoints, request, grpc_context)
 
     def check_health(self) -> None:
         """Ray calls this; raises where the replica must be replaced."""
@@ -97,6 +103,7 @@ def run(
     *,
     host: str,
     port: int,
+    grpc_port: int | None = None,
     replicas: int | Mapping[str, Any] = 1,
     blocking: bool = True,
 ) -> None:
@@ -106,12 +113,19 @@ def run(
         options: of every replica.
         host: address to listen at.
         port: port to listen at.
+        grpc_port: port to listen at for gRPC, on all addresses; None: no gRPC.
         replicas: as in `build_app`.
         blocking: until SIGINT or SIGTERM, and then until what was accepted is answered; else
             returns once replicas are ready.
     """
     serve: Any = require("ray.serve", "serve")
-    serve.start(http_options={"host": host, "port": port})
+    grpc_options = None
+    if grpc_port is not None:
+        grpc_options = {
+            "port": grpc_port,
+            "grpc_servicer_functions": ["ikbo_tree.serving.grpc_service.add_to_server"],
+        }
+    serve.start(http_options={"host": host, "port": port}, grpc_options=grpc_options)
     stop = threading.Event()
     if blocking:  # from here on, since Ray has set handlers of its own by now
         for number in (signal.SIGINT, signal.SIGTERM):

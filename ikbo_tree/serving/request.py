@@ -36,6 +36,10 @@ class Request:
         keys: for levels that the model has a table for: [rows] integers or strings. Rows with
             equal keys and equal inputs are computed once, across requests. A level without keys
             is not shared.
+        versions: for levels with keys: [rows] integers or strings. Results of coarse parts may be
+            kept and taken again for a row with the same key and version, whatever its inputs are,
+            so rows whose inputs differ must differ in one of them. A level without versions is
+            computed every time.
         order: [rows of the output level] where each of the caller's candidates lies among the
             tree's rows; None: in that order (see `from_log`).
     """
@@ -45,6 +49,7 @@ class Request:
     root_rows: int | None = None
     keys: Mapping[str, Any] = field(default_factory=dict)
     order: NDArray[np.int64] | None = None
+    versions: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class Checked:
         keys: arrays by level, of the levels that have tables.
         rows: of every level.
         order: as in `Request`.
+        versions: as keys; of a level with keys only.
     """
 
     counts: dict[str, NDArray[np.int64]]
@@ -64,12 +70,14 @@ class Checked:
     keys: dict[str, np.ndarray]
     rows: dict[str, int]
     order: NDArray[np.int64] | None = None
+    versions: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """What it holds in memory."""
         tensors = sum(x.nbytes for x in self.inputs.values())
-        return tensors + sum(x.nbytes for x in (*self.counts.values(), *self.keys.values()))
+        arrays = (*self.counts.values(), *self.keys.values(), *self.versions.values())
+        return tensors + sum(x.nbytes for x in arrays)
 
 
 @dataclass(frozen=True)
@@ -110,11 +118,16 @@ def check(request: Request, signature: Signature, *, max_rows: int = MAX_ROWS) -
         name: _values(f'inputs["{name}"]', request.inputs[name], given, rows, signature)
         for name, given in signature.inputs.items()
     }
-    keys = {}
+    keys, versions = {}, {}
     for level in dict.fromkeys(signature.tables.values()):
         if request.keys.get(level) is not None:
             keys[level] = _keys(f'keys["{level}"]', request.keys[level], rows[level])
-    return Checked(counts, inputs, keys, rows, request.order)
+        if request.versions.get(level) is not None:
+            argument = f'versions["{level}"]'
+            if level not in keys:
+                raise BadRequestError(argument, "must come with keys", "none")
+            versions[level] = _keys(argument, request.versions[level], rows[level])
+    return Checked(counts, inputs, keys, rows, request.order, versions)
 
 
 def _names(argument: str, given: Any, wanted: Mapping[str, Any]) -> None:

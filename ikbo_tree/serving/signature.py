@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -54,6 +54,27 @@ class Input:
 
 
 @dataclass(frozen=True)
+class Coarse:
+    """A part of the model that needs the rows of one table alone, e.g. a user's projected history.
+
+    What it gives for a row follows from that row's own inputs, so it can be kept (`CoarseCache`).
+
+    Attributes:
+        takes: inputs of the request, all of them at the table, which this part gets and the rest of
+            the model does not.
+        gives: inputs of the rest of the model, by argument name, which this part computes.
+    """
+
+    takes: tuple[str, ...]
+    gives: Mapping[str, Input]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of what it gives for one row."""
+        return sum(given.row_bytes for given in self.gives.values())
+
+
+@dataclass(frozen=True)
 class Signature:
     """How a model is called: `model(tree=tree, **inputs)` gives scores [rows of `output`, ...].
 
@@ -67,6 +88,7 @@ class Signature:
             the table, whichever request they came with.
         independent: a score depends on its own row and the rows above it alone, not on other
             candidates. Only then may one root row's candidates be scored in several calls.
+        coarse: for some of the tables a part of the model that is run on its rows first.
     """
 
     root: str
@@ -75,6 +97,7 @@ class Signature:
     output: str
     tables: Mapping[str, str] = field(default_factory=dict)
     independent: bool = False
+    coarse: Mapping[str, Coarse] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         levels = self.structure.levels
@@ -84,16 +107,29 @@ class Signature:
             self.structure.at(f'tables["{table}"]', level)
         self.structure.at("output", self.output)
         for name, given in self.inputs.items():
-            argument = f'inputs["{name}"]'
-            if name == "tree" or not name.isidentifier():
-                raise TreeError(argument, "must be an argument's name, not `tree`", repr(name))
-            if given.at not in (*levels, *self.tables):
-                places = [*levels, *self.tables]
-                raise TreeError(argument, f"must be at one of {places}", repr(given.at))
-            if given.dtype not in DTYPES.values():
-                raise TreeError(argument, f"must be of {', '.join(DTYPES)}", str(given.dtype))
-            if given.integral and given.bounds is None:
-                raise TreeError(argument, "must have bounds, as all integers", "none")
+            _check(f'inputs["{name}"]', name, given, [*levels, *self.tables])
+        self._check_coarse()
+
+    def _check_coarse(self) -> None:
+        known = set(self.inputs)
+        for table, part in self.coarse.items():
+            argument = f'coarse["{table}"]'
+            if table not in self.tables:
+                raise TreeError(argument, f"must be of one of the tables {[*self.tables]}", table)
+            elsewhere = [
+                x for x in part.takes if x not in self.inputs or self.inputs[x].at != table
+            ]
+            if elsewhere or not part.takes:
+                raise TreeError(
+                    argument, f"must take inputs at {table!r}", str(elsewhere or "none")
+                )
+            if not part.gives:
+                raise TreeError(argument, "must give something", "nothing")
+            for name, given in part.gives.items():
+                if name in known:
+                    raise TreeError(argument, "must give new arguments", repr(name))
+                _check(f'{argument}.gives["{name}"]', name, given, [table])
+                known.add(name)
 
     @property
     def structure(self) -> Structure:
@@ -104,6 +140,15 @@ class Signature:
     def levels(self) -> tuple[str, ...]:
         """Names, root first."""
         return (self.root, *self.parents)
+
+    @property
+    def behind_coarse(self) -> Signature:
+        """Of the model without its coarse parts, which takes what they give."""
+        taken = {name for part in self.coarse.values() for name in part.takes}
+        inputs = {name: given for name, given in self.inputs.items() if name not in taken}
+        for part in self.coarse.values():
+            inputs |= part.gives
+        return replace(self, inputs=inputs, coarse={})
 
     def level_of(self, name: str) -> str:
         """The level whose rows a request gives for a level or table."""
@@ -116,22 +161,17 @@ class Signature:
 
     def to_json(self) -> dict[str, Any]:
         """As `from_json` takes it."""
-        names = {dtype: name for name, dtype in DTYPES.items()}
         return {
             "root": self.root,
             "parents": dict(self.parents),
-            "inputs": {
-                name: {
-                    "at": given.at,
-                    "dtype": names[given.dtype],
-                    "shape": list(given.shape),
-                    "bounds": None if given.bounds is None else list(given.bounds),
-                }
-                for name, given in self.inputs.items()
-            },
+            "inputs": _plain(self.inputs),
             "output": self.output,
             "tables": dict(self.tables),
             "independent": self.independent,
+            "coarse": {
+                table: {"takes": list(part.takes), "gives": _plain(part.gives)}
+                for table, part in self.coarse.items()
+            },
         }
 
     @classmethod
@@ -142,20 +182,52 @@ class Signature:
             TreeError: names that do not fit together.
             KeyError: an entry is missing.
         """
-        inputs = {
-            name: Input(
-                given["at"],
-                DTYPES[given["dtype"]],
-                tuple(given["shape"]),
-                None if given["bounds"] is None else (given["bounds"][0], given["bounds"][1]),
-            )
-            for name, given in content["inputs"].items()
-        }
         return cls(
             content["root"],
             content["parents"],
-            inputs,
+            _inputs(content["inputs"]),
             content["output"],
             content["tables"],
             content["independent"],
+            {
+                table: Coarse(tuple(part["takes"]), _inputs(part["gives"]))
+                # Files written before there were coarse parts have no such entry.
+                for table, part in content.get("coarse", {}).items()
+            },
         )
+
+
+def _check(argument: str, name: str, given: Input, places: list[str]) -> None:
+    if name == "tree" or not name.isidentifier():
+        raise TreeError(argument, "must be an argument's name, not `tree`", repr(name))
+    if given.at not in places:
+        raise TreeError(argument, f"must be at one of {places}", repr(given.at))
+    if given.dtype not in DTYPES.values():
+        raise TreeError(argument, f"must be of {', '.join(DTYPES)}", str(given.dtype))
+    if given.integral and given.bounds is None:
+        raise TreeError(argument, "must have bounds, as all integers", "none")
+
+
+def _plain(inputs: Mapping[str, Input]) -> dict[str, dict[str, Any]]:
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return {
+        name: {
+            "at": given.at,
+            "dtype": names[given.dtype],
+            "shape": list(given.shape),
+            "bounds": None if given.bounds is None else list(given.bounds),
+        }
+        for name, given in inputs.items()
+    }
+
+
+def _inputs(plain: Mapping[str, Any]) -> dict[str, Input]:
+    return {
+        name: Input(
+            given["at"],
+            DTYPES[given["dtype"]],
+            tuple(given["shape"]),
+            None if given["bounds"] is None else (given["bounds"][0], given["bounds"][1]),
+        )
+        for name, given in plain.items()
+    }

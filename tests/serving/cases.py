@@ -2,12 +2,13 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 import ikbo_tree as ikbo
-from ikbo_tree.serving import GraphRunner, Input, Request, Signature
+from ikbo_tree.serving import Coarse, GraphRunner, Input, Request, Signature, Staged
 
 WORDS = 10
 CAPACITY = {"user": 4, "vendor": 12, "item": 24}
@@ -43,6 +44,40 @@ class Toy(torch.nn.Module):
         return (ikbo.linear(x, w, tree=tree) + self.words(word)).squeeze(1)
 
 
+class Weighed(torch.nn.Module):
+    """The toy's work on users; notes how many rows it was run on at each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def forward(self, user_x):
+        if not torch.compiler.is_compiling():  # nor exported, for that many rows alone
+            self.calls.append(len(user_x))
+        return {"user_y": torch.relu(user_x) * torch.arange(1.0, 4, device=user_x.device)}
+
+
+class Rest(Toy):
+    """The toy's work on everything else."""
+
+    def forward(self, tree, user_y, vendor_x, item_x, word):
+        w = torch.arange(1.0, 3, device=user_y.device)[None]
+        weights = {"person": torch.ones_like(user_y[:1]), "vendor": w, "item": w}
+        x = {"person": user_y, "vendor": vendor_x, "item": item_x}
+        return (ikbo.linear(x, weights, tree=tree) + self.words(word)).squeeze(1)
+
+
+STAGED = replace(
+    SIGNATURE,
+    coarse={"person": Coarse(("user_x",), {"user_y": Input("person", shape=(3,))})},
+)
+
+
+def staged():
+    """The toy in parts; `oracle` holds for it, too."""
+    return Staged(Rest(), {"person": Weighed()}, STAGED).eval()
+
+
 class Peers(torch.nn.Module):
     """A score depends on the other items of the user: their sum."""
 
@@ -65,6 +100,16 @@ def request(seed, *, users=1, vendors=3, items=4, key=None):
     inputs["word"] = torch.from_numpy(rng.integers(0, WORDS, sizes["item"]))
     keys = {} if key is None else {"user": [key] * users}
     return Request({"vendor": vendor, "item": item}, inputs, keys=keys)
+
+
+def known(seed, key, version, **sizes):
+    """A request of one user, or of several, whose features follow from key and version."""
+    keys = [key] if np.isscalar(key) else [*key]
+    versions = [version] * len(keys)
+    features = [np.random.default_rng([k, version]).integers(-9, 10, 3) for k in keys]
+    asked = request(seed, users=len(keys), **sizes)
+    inputs = {**asked.inputs, "user_x": torch.from_numpy(np.stack(features)).float()}
+    return replace(asked, inputs=inputs, keys={"user": keys}, versions={"user": versions})
 
 
 def oracle(asked, model="toy"):

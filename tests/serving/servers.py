@@ -55,6 +55,42 @@ def in_thread(batcher, **options):
         assert not thread.is_alive()
 
 
+@contextlib.contextmanager
+def over_grpc(batcher, **options):
+    """A gRPC server in this process; its port."""
+    import asyncio
+
+    import grpc
+
+    from ikbo_tree.serving import grpc_service
+    from ikbo_tree.serving.endpoints import Endpoints
+
+    class Servicer:
+        async def Score(self, request, context):  # noqa: N802
+            return await grpc_service.answer(endpoints, request, context)
+
+    endpoints, loop = Endpoints(batcher, **options), asyncio.new_event_loop()
+
+    async def start():
+        server = grpc.aio.server()
+        grpc_service.add_to_server(Servicer(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        return server, port
+
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(20)
+    try:
+        yield port
+    finally:
+        asyncio.run_coroutine_threadsafe(server.stop(5), loop).result(20)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(20)
+        loop.close()
+        batcher.close()
+
+
 def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -4,10 +4,13 @@
 
 Prints one line an interval and exits with 1 if any score was wrong, any caller was left hanging,
 any bad request was answered with scores, or memory grew. Scores are integers, so they are either
-right or wrong; every request is another one, so another caller's scores are wrong.
+right or wrong; every request is another one, so another caller's scores are wrong. Users come back
+with new versions, and coarse results are kept, so those of an old version are wrong, too, and that
+none were found fails as well. Every other caller asks over gRPC.
 """
 
 import argparse
+import io
 import json
 import os
 import signal
@@ -18,14 +21,15 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from serving.cases import SIGNATURE, Toy, oracle, request
+from serving.cases import STAGED, known, oracle, request, staged
 from serving.servers import ask, free_port, score
 
-from ikbo_tree.serving import codec, save
+from ikbo_tree.serving import codec, grpc_service, save
 
 CAPACITY = {"user": 16, "vendor": 64, "item": 256}
 GROWTH = 1.3
@@ -51,9 +55,10 @@ def bad_body(seed):
 class Caller(threading.Thread):
     """Asks again and again, a bad request every fourth time."""
 
-    def __init__(self, port, number, until):
+    def __init__(self, port, grpc_port, number, until):
         super().__init__(daemon=True)
         self.port, self.number, self.until, self.seen = port, number, until, Counter()
+        self.grpc_port = grpc_port if number % 2 else None
 
     def run(self):
         turn = 0
@@ -64,22 +69,43 @@ class Caller(threading.Thread):
             self.seen[self.outcome(seed, turn)] += 1
 
     def outcome(self, seed, turn):
-        try:
-            if turn % 4 == 0:
-                headers = {"Content-Type": codec.NPZ}
-                status, _, _ = ask(self.port, "POST", "/score", bad_body(seed), headers)
-                return "bad accepted" if status == 200 else f"bad {status}"
+        bad = turn % 4 == 0
+        if turn % 3:
+            asked = known(seed, key=turn % 50, version=turn // 100)
+        else:
             asked = request(seed, users=1 + turn % 2, key=turn % 50)
-            status, scores = score(self.port, asked)
+        try:
+            if self.grpc_port is not None:
+                status, scores = self.over_grpc(bad_body(seed) if bad else codec.to_npz(asked))
+            elif bad:
+                headers = {"Content-Type": codec.NPZ}
+                status, _, scores = ask(self.port, "POST", "/score", bad_body(seed), headers)
+            else:
+                status, scores = score(self.port, asked)
         except TimeoutError:
             return "hung"
         except OSError:
             time.sleep(0.05)
             return "broken"
+        if bad:
+            return "bad accepted" if status == 200 else f"bad {status}"
         if status == 200:
             return "right" if scores == oracle(asked).tolist() else "wrong"
         time.sleep(0.05)
         return f"refused {status}"
+
+    def over_grpc(self, body):
+        """Status, by name if it is an error, and scores; a connection a call, as over HTTP."""
+        import grpc
+
+        with grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}") as channel:
+            try:
+                answer = grpc_service.client(channel)(body, timeout=30)
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise TimeoutError from None
+                return error.code().name, None
+        return 200, np.load(io.BytesIO(answer)).tolist()
 
 
 def memory_mb(pid):
@@ -94,15 +120,22 @@ def memory_mb(pid):
 
 
 def replicas(port):
-    """Process ids of the replicas that answer."""
-    found = set()
+    """Replicas that answer: by process id the rows that their caches had so far."""
+    found = {}
     for _ in range(12):
         try:
             status, _, body = ask(port, "GET", "/metrics", timeout=5)
         except OSError:
             continue
-        lines = body.decode().splitlines() if status == 200 else []
-        found |= {int(float(x.split()[-1])) for x in lines if x.startswith("ikbo_tree_process_id{")}
+        values = {}
+        for line in body.decode().splitlines() if status == 200 else []:
+            name, _, value = line.rpartition(" ")
+            if name.startswith("ikbo_tree_process_id{"):
+                values["pid"] = int(float(value))
+            elif name.startswith("ikbo_tree_coarse_rows_total{") and 'outcome="hit"' in name:
+                values["hits"] = int(float(value))
+        if "pid" in values:
+            found[values["pid"]] = values.get("hits", 0)
     return found
 
 
@@ -136,36 +169,40 @@ def main():
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
     with tempfile.TemporaryDirectory() as folder, options.log.open("w") as log:
-        file, port = Path(folder) / "toy.pt2", free_port()
-        save(Toy().eval(), SIGNATURE, request(3, users=3), file)
-        served = Options(file, (CAPACITY,), max_queued_requests=64)
-        ray_app.run(served, host="127.0.0.1", port=port, replicas=2, blocking=False)
+        file, port, grpc_port = Path(folder) / "toy.pt2", free_port(), free_port()
+        save(staged(), STAGED, request(3, users=3), file)
+        # Room for half of the users, so that some go.
+        served = Options(file, (CAPACITY,), max_queued_requests=64, cache_bytes=25 * 12)
+        at = {"host": "127.0.0.1", "port": port, "grpc_port": grpc_port}
+        ray_app.run(served, **at, replicas=2, blocking=False)
         try:
-            failed = soak(options, port, log)
+            failed = soak(options, port, grpc_port, log)
         finally:
             serve.shutdown()
             ray.shutdown()
     sys.exit(int(failed))
 
 
-def soak(options, port, log):
+def soak(options, port, grpc_port, log):
     """Runs the load and the killing; whether anything was wrong."""
     begin = time.monotonic()
     end = begin + 60 * options.minutes
-    callers = [Caller(port, number, end) for number in range(options.callers)]
+    callers = [Caller(port, grpc_port, number, end) for number in range(options.callers)]
     for caller in callers:
         caller.start()
-    born, sizes, killed, next_kill = {}, {}, 0, begin + options.kill_every_s
+    born, sizes, hits, killed, next_kill = {}, {}, {}, 0, begin + options.kill_every_s
     while time.monotonic() < end:
         time.sleep(min(options.interval_s, max(0.1, end - time.monotonic())))
         now, alive = time.monotonic(), replicas(port)
-        for pid in alive | proxies():
+        hits |= alive
+        for pid in alive.keys() | proxies():
             born.setdefault(pid, now)
             mb = memory_mb(pid)
             if mb is not None and now - born[pid] >= 20:
                 sizes.setdefault(pid, []).append(round(mb, 1))
         seen = sum((caller.seen for caller in callers), Counter())
         line = {"s": round(now - begin), "replicas": len(alive), "killed": killed, **seen}
+        line["cache_hits"] = sum(hits.values())
         line["rss_mb"] = {pid: series[-1] for pid, series in sizes.items() if pid in born}
         if now >= next_kill and len(alive) == 2 and end - now > 15:
             os.kill(min(alive), signal.SIGKILL)
@@ -183,6 +220,7 @@ def soak(options, port, log):
         or seen["hung"]
         or seen["bad accepted"]
         or grown
+        or not any(hits.values())
         or answered != seen["asked"]
         or any(caller.is_alive() for caller in callers)
     )

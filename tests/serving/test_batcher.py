@@ -101,6 +101,21 @@ def test_a_full_batch_does_not_wait():
         assert all(future.result(10) for future in futures)
 
 
+def test_requests_that_come_at_once_are_one_batch():
+    held = Held()
+    held.go.set()
+    asked = [request(seed, vendors=1, items=1) for seed in range(4)]
+    asked.insert(2, replace(request(9), counts={}))
+    with TreeBatcher(held, max_delay_s=0.0) as batcher:
+        for _ in range(5):
+            futures = batcher.submit_all(asked)
+            with pytest.raises(BadRequestError):
+                futures.pop(2).result(10)
+            for future, x in zip(futures, asked[:2] + asked[3:], strict=True):
+                assert_right(future.result(10), x)
+    assert held.batches == [4] * 5
+
+
 def test_a_request_larger_than_capacity():
     big, after = request(5, users=10, vendors=5, items=8, key=3), request(6)
     with TreeBatcher(runner()) as batcher:

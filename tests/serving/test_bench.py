@@ -66,7 +66,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     pytest.importorskip("prometheus_client")
     results = tmp_path / "r.json"
     arguments = ["bench-serve", "--rates", "20,40", "--seconds", "0.3", "--requests", "6"]
-    arguments += ["--ratio", "8", "--out", str(tmp_path), "--json", str(results)]
+    arguments += ["--ratio", "8", "--out", str(tmp_path), "--json", str(results), "--cache-mb", "4"]
     monkeypatch.setattr(sys, "argv", ["ikbo-tree", *arguments])
     with pytest.raises(SystemExit) as exit_:
         main()
@@ -79,6 +79,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
         "ikbo-torch",
         "materialised+broadcast",
         "ikbo-torch, one request a call",
+        "ikbo-torch, users cached",
     }
     for record in content["records"]:
         order = [record[name] for name in ("p10_ms", "median_ms", "p90_ms", "p99_ms")]
@@ -87,3 +88,6 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     differences = content["checks"]["largest_difference"]
     assert 0 < max(differences.values()) < 1e-5
     assert np.isfinite(content["checks"]["throughput"]["ikbo-torch"])
+    host_us = content["checks"]["host_us_a_batch"]
+    assert len(host_us) == 4
+    assert min(host_us.values()) > 0

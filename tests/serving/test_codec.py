@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,12 +35,14 @@ def decoded(body, kind):
 @pytest.mark.parametrize(("kind", "encode"), [(JSON, to_json), (NPZ, to_npz)])
 def test_what_is_sent_arrives(kind, encode, seed):
     asked = request(seed, users=1 + seed, items=seed, key="ü" if seed % 2 else 2**62)
+    asked = replace(asked, versions={"user": [7, "v2"][seed % 2 : seed % 2 + 1] * (1 + seed)})
     got, sent = decoded(encode(asked), kind), check(asked, SIGNATURE)
     assert got.rows == sent.rows
     for name, x in sent.inputs.items():
         assert torch.equal(got.inputs[name], x)
         assert got.inputs[name].dtype == x.dtype
     assert got.keys["user"].tolist() == sent.keys["user"].tolist()
+    assert got.versions["user"].tolist() == asked.versions["user"]
 
 
 def edited(**changes):
@@ -67,6 +70,7 @@ def edited(**changes):
         edited(inputs=3),
         edited(counts=[1]),
         edited(keys=7),
+        edited(versions=7),
         edited(root_rows="1"),
         edited(counts__vendor="abc"),
         edited(counts__vendor=None),
@@ -149,7 +153,7 @@ ANY = st.recursive(
 
 @settings(deadline=None, max_examples=50)
 @given(
-    st.sampled_from(["counts", "inputs", "keys", "root_rows", "log", "rows"]),
+    st.sampled_from(["counts", "inputs", "keys", "versions", "root_rows", "log", "rows"]),
     st.sampled_from(["", "vendor", "item", "user", "user_x", "word", "item_x"]),
     ANY,
 )

@@ -1,5 +1,6 @@
 """`ikbo-tree serve` as users start it, and what callers see when processes die."""
 
+import io
 import os
 import signal
 import sys
@@ -7,12 +8,13 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from serving.cases import SIGNATURE, Toy, oracle, request, until
-from serving.servers import ask, in_process, score
+from serving.servers import ask, free_port, in_process, score
 
 from ikbo_tree.cli import main
-from ikbo_tree.serving import save
+from ikbo_tree.serving import codec, save
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
@@ -102,13 +104,16 @@ def test_wrong_options(file, arguments, told, monkeypatch, capsys):
 def test_ray(file):
     """Two replicas, one killed under load: nobody hangs, and it comes back; then SIGTERM drains."""
     pytest.importorskip("ray.serve")
+    grpc_port = free_port()
     arguments = ["--capacity", CAPACITY, "--delay-ms", "150", "--replicas", "2"]
+    arguments += ["--grpc-port", str(grpc_port)]
     with (
         in_process(file, *arguments, engine="ray") as (process, port),
         ThreadPoolExecutor(8) as pool,
     ):
         assert score(port, request(1)) == (200, oracle(request(1)).tolist())
         assert ask(port, "POST", "/score", b"{", {"Content-Type": "application/json"})[0] == 400
+        assert_scores_over_grpc(grpc_port, pool)
         until(lambda: len(replicas(port)) == 2, 30)
         victim = min(replicas(port))
         callers = [pool.submit(asked_until_it_ends, port, 4.0) for _ in range(8)]
@@ -124,6 +129,23 @@ def test_ray(file):
         for seed, answer in enumerate(answers):
             assert answer.result(20) == (200, oracle(request(seed)).tolist())
         assert process.wait(30) == 0
+
+
+def assert_scores_over_grpc(port, pool):
+    grpc = pytest.importorskip("grpc")
+    from ikbo_tree.serving import grpc_service
+
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = grpc_service.client(channel)
+        asked = [request(seed, key=seed % 2) for seed in range(20)]
+        answers = [pool.submit(call, codec.to_npz(x), timeout=20) for x in asked]
+        for x, answer in zip(asked, answers, strict=True):
+            scores = np.load(io.BytesIO(answer.result(30)))
+            np.testing.assert_array_equal(scores, oracle(x))
+        with pytest.raises(grpc.RpcError) as error:
+            call(b"{}", timeout=20)
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "counts" in error.value.details()
 
 
 def replicas(port):

@@ -166,6 +166,24 @@ def test_a_log_in_any_order(seed):
     np.testing.assert_array_equal(back, expected)
 
 
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_versions_of_a_log_follow_their_keys(kind):
+    keys, inputs, rows, _ = log(0)
+    asked = from_log(SIGNATURE, keys, inputs, rows, {"user": kind([2, 1, 0])})
+    checked = check(asked, SIGNATURE)
+    assert (checked.versions["user"] + 40).tolist() == checked.keys["user"].tolist()
+
+
+@pytest.mark.parametrize(
+    "versions", [{"user": [1, 2]}, {"user": 3}, {"user": "abc"}, {"shop": [1]}, {"item": [1]}]
+)
+def test_bad_versions_of_logs(versions):
+    keys, inputs, rows, _ = log(0)
+    rows["shop"] = [1]
+    with pytest.raises(BadRequestError):
+        check(from_log(SIGNATURE, keys, inputs, rows, versions), SIGNATURE)
+
+
 @pytest.mark.parametrize(
     "spoil",
     [

@@ -80,7 +80,53 @@ def segments(tree: BroadcastTree, impl: str) -> Calls:
     yield "broadcast", lambda: ikbo.broadcast(y, **down), [y]
 
 
-OPS = (linear_compression, linear, target_attention, self_target_attention, segments)
+def elementwise(tree: BroadcastTree, impl: str) -> Calls:
+    for dtype, width in product(DTYPES, (33, 433)):
+        x = leaf(CAPACITY["item"], width, dtype=dtype)
+        y, z = (leaf(CAPACITY["user"], width, dtype=dtype) for _ in range(2))
+        at = {"tree": tree, "level": "item", "of": "user", "impl": impl}
+        call = lambda x=x, y=y, z=z, at=at: ikbo.film(x, y, z, **at)  # noqa: E731
+        yield f"film, {dtype}, width {width}", call, [x, y, z]
+        pair = {"user": y, "item": x}
+        yield (
+            f"add, {dtype}, width {width}",
+            lambda pair=pair: ikbo.add(pair, tree=tree, impl=impl),
+            [x, y],
+        )
+
+
+def norms(tree: BroadcastTree, impl: str) -> Calls:
+    for dtype in DTYPES:
+        x = {n: leaf(CAPACITY[n], K, dtype=dtype) for n, K in WIDTHS.items()}
+        w, b = (leaf(sum(WIDTHS.values()), dtype=dtype) for _ in range(2))
+        call = lambda x=x, w=w, b=b: ikbo.layer_norm(x, w, b, tree=tree, impl=impl)  # noqa: E731
+        yield f"layer_norm, {dtype}", call, [*x.values(), w, b]
+        call = lambda x=x, w=w: ikbo.rms_norm(x, w, tree=tree, impl=impl)  # noqa: E731
+        yield f"rms_norm, {dtype}", call, [*x.values(), w]
+
+
+def silu_attention(tree: BroadcastTree, impl: str) -> Calls:
+    for D, n in ((64, 1), (128, 5), (24, 65)):
+        q = leaf(CAPACITY["item"], n, 2, D)
+        user = [leaf(CAPACITY["user"], 150, 2, D) for _ in range(2)]
+        vendor = [leaf(CAPACITY["vendor"], 70, 2, D) for _ in range(2)]
+        memories = {"user": (user[0], user[1]), "vendor": (vendor[0], vendor[1])}
+        call = lambda q=q, m=memories: ikbo.silu_attention(  # noqa: E731
+            q, m, tree=tree, level="item", impl=impl
+        )
+        yield f"D {D}, {n} rows an item", call, [q, *user, *vendor]
+
+
+OPS = (
+    linear_compression,
+    linear,
+    target_attention,
+    self_target_attention,
+    segments,
+    elementwise,
+    norms,
+    silu_attention,
+)
 
 
 def main() -> None:

@@ -49,10 +49,11 @@ def movielens(
     """Trains one model on MovieLens-100K, flat and on the tree, and compares.
 
     A request is a user at a point in time: history is what they rated before, candidates are the
-    movies that they rate next, grouped by genre shelf; a rating of 4 or 5 is label 1. Both models
-    start from the same weights and see the same batches; their losses must agree within what
-    float32 rounding explains, and so must their AUC on the ratings after the split. Then their
-    costs: a training step, and scoring every movie for some users.
+    movies that they rate next, grouped by genre shelf; a rating of 4 or 5 is label 1. Both models,
+    the tree's made of modules of ikbo_tree.nn, start from the same weights and see the same
+    batches; their losses must agree within what float32 rounding explains, and so must their AUC on
+    the ratings after the split. Then their costs: a training step, and scoring every movie for some
+    users.
     """
     torch.set_num_threads(threads)
     printer, results = Printer(), Results(torch.device(device), impl)
@@ -73,9 +74,10 @@ def movielens(
         printer.heading(f"The same scores (untrained), and the same {len(batches)} training steps")
         printer.agreements(found)
         printer.losses(curves[TREE].losses)
-        _compare_auc(printer, results, models, tests)
+        aucs = _compare_auc(printer, results, models, tests)
         costs = _costs(models, curves, batches[0], everything, rounds, results)
     results.checks |= {name: asdict(agreement) for name, agreement in found.items()}
+    _metrics(printer, curves, aucs, next(iter(costs.values())))
     printer.costs(f"Median costs, float32, {results.where}", "", costs)
     printer.memory_measure()
 
@@ -125,8 +127,8 @@ def _batches(
 
 def _compare_auc(
     printer: Printer, results: Results, models: dict[str, MovieRanker], tests: list[MovieRequests]
-) -> None:
-    """Prints and checks the AUC of both trained models on the test's requests."""
+) -> dict[str, float]:
+    """Prints, checks and returns the AUC of both trained models on the test's requests."""
     labels = torch.cat([batch.labels for batch in tests])
     with torch.no_grad():
         scores = {
@@ -145,6 +147,25 @@ def _compare_auc(
     results.checks["auc"] = found | {"allowed_difference": allowed}
     if abs(found[FLAT] - found[TREE]) > allowed:
         raise AssertionError(f"AUC {found[FLAT]} and {found[TREE]} differ by more than {allowed}")
+    return found
+
+
+def _metrics(
+    printer: Printer, curves: dict[str, Curve], aucs: dict[str, float], steps: dict[str, Cost]
+) -> None:
+    """What training came to and what it took, of both models."""
+    rows = [
+        ["loss, mean of the last ten steps", *(_late(curves[name]) for name in (FLAT, TREE))],
+        ["AUC on later ratings", *(f"{aucs[name]:.5f}" for name in (FLAT, TREE))],
+        ["ms a training step (median)", *(f"{steps[n].median_ms:,.1f}" for n in (FLAT, TREE))],
+        ["peak MiB of a training step", *(f"{steps[n].peak_mb:,.1f}" for n in (FLAT, TREE))],
+    ]
+    printer.table(["training", "flat", "tree"], rows)
+
+
+def _late(curve: Curve) -> str:
+    last = curve.losses[-10:]
+    return f"{sum(last) / len(last):.5f}"
 
 
 def _costs(

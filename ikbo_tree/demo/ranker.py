@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ikbo_tree as ikbo
+from ikbo_tree.nn import TreeLinear, TreeLinearCompression
 
 
 @dataclass(frozen=True)
@@ -147,14 +148,30 @@ class FlatRanker(Ranker):
 
 
 class TreeRanker(Ranker):
-    """The same ranker on a tree: every tensor stays at the batch size of its own level."""
+    """The same ranker on a tree: every tensor stays at the batch size of its own level.
+
+    Args:
+        sizes: of its parameters.
+    """
+
+    def __init__(self, sizes: RankerSizes) -> None:
+        super().__init__(sizes)
+        levels = sizes.levels
+        tokens = {name: level.tokens for name, level in levels.items()}
+        features = {name: level.features for name, level in levels.items()}
+        *_, leaf = levels
+        features[leaf] += self.hidden.in_features - sum(features.values())  # the attended seeds
+        # Of its own class, but with the same parameter under the same name.
+        self.compress = TreeLinearCompression.from_flat(  # type: ignore[assignment]
+            self.compress, tokens
+        )
+        self.hidden = TreeLinear.from_flat(self.hidden, features)
 
     def forward(self, tree: ikbo.BroadcastTree, inputs: Inputs) -> Tensor:
         """Scores [candidates]."""
         *_, leaf = inputs
         tokens = {name: x.tokens for name, x in inputs.items()}
-        compress = _split_columns(self.compress.weight, {n: t.shape[1] for n, t in tokens.items()})
-        seeds = ikbo.linear_compression(tokens, compress, tree=tree)  # [candidates, seeds, width]
+        seeds = self.compress(tokens, tree=tree)  # [candidates, seeds, width]
 
         histories = [
             ikbo.Memory(
@@ -171,15 +188,9 @@ class TreeRanker(Ranker):
 
         features = {name: x.features for name, x in inputs.items()}
         features[leaf] = torch.cat([features[leaf], attended.flatten(1)], dim=1)
-        weights = _split_columns(self.hidden.weight, {n: x.shape[1] for n, x in features.items()})
-        hidden = ikbo.linear(features, weights, tree=tree, bias=self.hidden.bias)
+        hidden = self.hidden(features, tree=tree)
         scores: Tensor = self.score(F.silu(hidden)).squeeze(1)
         return scores
-
-
-def _split_columns(weight: Tensor, widths: Mapping[str, int]) -> dict[str, Tensor]:
-    """Views of the columns of `weight` that belong to each level."""
-    return dict(zip(widths, weight.split(list(widths.values()), dim=1), strict=True))
 
 
 def _real_events(x: LevelInputs) -> Tensor:

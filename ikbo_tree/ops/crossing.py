@@ -1,4 +1,4 @@
-"""How operands of a composed op meet: widened, carried down a route, multiplied on arrival."""
+"""How operands of a composed op meet: widened, carried down a route, combined on arrival."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from ikbo_tree.kernels.broadcast.op import broadcast as _broadcast
 from ikbo_tree.kernels.common.routes import zero_dead_rows
 from ikbo_tree.kernels.common.stages import accumulator
+from ikbo_tree.kernels.modulate.op import modulate as _modulate
 from ikbo_tree.kernels.reduce.op import reduce as _reduce
 from ikbo_tree.ops import segments
 from ikbo_tree.ops.checks import in_force
@@ -69,27 +70,52 @@ def raised(x: Tensor, *, tree: BroadcastTree, level: str, to: str, impl: str) ->
     return segments.broadcast(x, tree=tree, level=level, to=to, impl=impl)
 
 
-def scaled(
-    fine: Tensor, coarse: Tensor, *, tree: BroadcastTree, level: str, of: str, impl: str
+def modulated(
+    x: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    *,
+    tree: BroadcastTree,
+    level: str,
+    of: str,
+    dtype: torch.dtype,
+    impl: str,
 ) -> Tensor:
-    """`fine * broadcast(coarse)`, in the wider of their dtypes, that keeps nothing but the two.
+    """`x * broadcast(scale) + broadcast(shift)`, of which nothing is kept but `x` and `scale`.
 
     Args:
-        fine: [rows of `level`, ...]; dead rows are read, and what comes of them is not zero.
-        coarse: [rows of `of`, ...], of as many dims.
+        x: [rows of `level`, ...].
+        scale: [rows of `of`, ...], of as many dims; None: 1.
+        shift: likewise, in the dtype of `scale`; None: 0.
         tree: the tree.
         level: the finer level.
         of: a level above it, or a table reached from it; not `level` itself.
+        dtype: of the result.
         impl: of the tree ops inside.
+
+    Returns:
+        [rows of `level`, ...], computed in float32 (float64 for float64), rounded once. Dead rows
+        are zero.
     """
     route = tree.route(level, of)
     assert route is not None
-    out: Tensor = _Scaled.apply(fine, coarse, *route, in_force(impl))  # type: ignore[no-untyped-call]
-    return out
+    if all(y is None or y.shape[1:] == x.shape[1:] for y in (scale, shift)):
+        out: Tensor = _modulate(x, scale, shift, *route, dtype, in_force(impl))
+        return out
+    # Wide, or gradients would be rounded before autograd sums them over trailing dims.
+    x = widened(x)
+    if scale is not None:
+        x = _Scaled.apply(x, widened(scale), *route, in_force(impl))  # type: ignore[no-untyped-call]
+    if shift is not None:
+        x = added(raised(widened(shift), tree=tree, level=of, to=level, impl=impl), x)
+    return zero_dead_rows(x.to(dtype), tree.live(level))
 
 
 class _Scaled(torch.autograd.Function):
-    """Its own backward, since autograd's would keep the gathered copy of `coarse`."""
+    """`fine * broadcast(coarse)`, whose trailing dims broadcast in either.
+
+    Its own backward, since autograd's would keep the gathered copy of `coarse`.
+    """
 
     @staticmethod
     def forward(fine: Tensor, coarse: Tensor, *rest: Any) -> Tensor:

@@ -1,23 +1,26 @@
 """Elementwise ops of operands that live at different levels: add, mul, gate, film.
 
 Operands meet at the coarsest level where they can: the user's and the vendor's are combined once a
-vendor, and only what comes out is gathered to the items. The gathered copy becomes the result, in
-place, and backward gathers again instead of keeping it, so no coarse operand is ever held at the
-finest level.
+vendor, and only what comes out meets the items, where one pass reads it, the items' own and writes
+the result (`ikbo_tree::modulate`). Backward is one pass too. Where trailing dims broadcast, what
+meets the items is gathered first, and becomes the result in place. Either way nothing coarse is
+held at the finest level for backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ikbo_tree.kernels.common.dispatch import checked_name
 from ikbo_tree.kernels.common.routes import zero_dead_rows
+from ikbo_tree.kernels.common.stages import accumulator
 from ikbo_tree.ops import segments
 from ikbo_tree.ops.checks import check_rows, check_trailing
-from ikbo_tree.ops.crossing import added, entering, joins, raised, scaled, widened
+from ikbo_tree.ops.crossing import entering, joins, modulated, widened
 from ikbo_tree.tree import BroadcastTree
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -61,24 +64,20 @@ def add(
     steps = _checked(inputs, tree, level, impl)
     last, dtype = steps[-1][0], next(iter(inputs.values())).dtype
     partial: dict[str, Tensor] = {}
+    at: dict[str, Any] = {"tree": tree, "impl": impl}
     for name, producers in steps:
-        handed = [partial.pop(producer) for producer in producers]
         own = inputs.get(name)
-        terms = [*handed, *([] if own is None else [own])]
-        # Two terms of one dtype and shape are added wide and rounded once by torch itself.
-        alike = len({x.shape[1:] for x in terms}) == 1
-        if name != last or len(terms) > 2 or not alike or len({x.dtype for x in terms}) > 1:
-            handed = [widened(x) for x in handed]
-        if own is not None and not alike:
-            # Else its gradient would be rounded before autograd sums it over trailing dims.
-            own = widened(own)
-        for producer, x in zip(producers, handed, strict=True):
-            gathered = segments.broadcast(x, tree=tree, level=producer, to=name, impl=impl)
-            own = gathered if own is None else added(gathered, own)
+        for producer in producers:
+            x = partial.pop(producer)
+            if own is None:
+                own = segments.broadcast(x, level=producer, to=name, **at)
+                continue
+            rounded = name == last and producer == producers[-1]
+            kept = dtype if rounded else accumulator(dtype)
+            own = modulated(own, None, x, level=name, of=producer, dtype=kept, **at)
         assert own is not None
         partial[name] = own
-    out = partial[last].to(dtype)
-    return zero_dead_rows(_unaliased(out, inputs.get(last)), tree.live(last))
+    return _result(partial[last], inputs.get(last), dtype, tree.live(last))
 
 
 def mul(
@@ -113,22 +112,24 @@ def mul(
     steps = _checked(inputs, tree, level, impl)
     last, dtype = steps[-1][0], next(iter(inputs.values())).dtype
     partial: dict[str, Tensor] = {}
+    at: dict[str, Any] = {"tree": tree, "impl": impl}
     for name, producers in steps:
-        handed = [partial.pop(producer) for producer in producers]
         own = inputs.get(name)
         if own is not None and name != last:
             own = entering(own, tree=tree, level=name, to=last)
-        if name != last or len(handed) + (own is not None) > 2:
-            handed = [widened(x) for x in handed]
-        for producer, x in zip(producers, handed, strict=True):
+        for producer in producers:
+            x = partial.pop(producer)
             if own is None:
-                own = segments.broadcast(x, tree=tree, level=producer, to=name, impl=impl)
-            else:
-                own = scaled(own, x, tree=tree, level=name, of=producer, impl=impl)
+                # What is multiplied again has a gradient that nothing may round before its sum.
+                x = widened(x) if len(producers) > 1 else x
+                own = segments.broadcast(x, level=producer, to=name, **at)
+                continue
+            rounded = name == last and producer == producers[-1]
+            kept = dtype if rounded else accumulator(dtype)
+            own = modulated(own, x, None, level=name, of=producer, dtype=kept, **at)
         assert own is not None
         partial[name] = own
-    out = partial[last].to(dtype)
-    return zero_dead_rows(_unaliased(out, inputs.get(last)), tree.live(last))
+    return _result(partial[last], inputs.get(last), dtype, tree.live(last))
 
 
 def gate(
@@ -180,8 +181,7 @@ def gate(
     factors = ACTIVATIONS[activation](entering(widened(gates), tree=tree, level=of, to=finest))
     if factor != 1.0:
         factors = factors * factor
-    out = _times(x, factors, tree, level, of, impl)
-    return zero_dead_rows(out.to(x.dtype), tree.live(finest))
+    return _times(x, factors, None, tree, level, of, impl)
 
 
 def film(
@@ -221,25 +221,34 @@ def film(
     >>> film(x, scale, torch.ones(2), tree=tree, level="item", of="user")
     tensor([11., 21., 61.])
     """
-    finest = _checked_pair("scale", x, scale, tree, level, of, impl)
+    _checked_pair("scale", x, scale, tree, level, of, impl)
     if shift is not None:
         _checked_pair("shift", x, shift, tree, level, of, impl)
-    out = _times(x, widened(scale) if shift is not None else scale, tree, level, of, impl)
-    if shift is not None:
-        out = added(out, raised(widened(shift), tree=tree, level=of, to=finest, impl=impl))
-    return zero_dead_rows(out.to(x.dtype), tree.live(finest))
+    return _times(x, scale, shift, tree, level, of, impl)
 
 
 def _times(
-    x: Tensor, factors: Tensor, tree: BroadcastTree, level: str, of: str, impl: str
+    x: Tensor,
+    factors: Tensor,
+    shift: Tensor | None,
+    tree: BroadcastTree,
+    level: str,
+    of: str,
+    impl: str,
 ) -> Tensor:
-    """Their product at the finer of their levels; `factors` may be wider than `x`."""
+    """`x * factors + shift` at the finer of their levels, in `x`'s dtype; dead rows are zero."""
+    finest = _finer(tree, level, of)
+    if level != of and finest == level:
+        return modulated(x, factors, shift, tree=tree, level=level, of=of, dtype=x.dtype, impl=impl)
+    live = tree.live(finest)
     if level == of:
-        live = tree.live(level)
-        return zero_dead_rows(widened(factors), live) * zero_dead_rows(widened(x), live)
-    if _finer(tree, level, of) == level:
-        return scaled(x, factors, tree=tree, level=level, of=of, impl=impl)
-    return scaled(factors, x, tree=tree, level=of, of=level, impl=impl)
+        out = zero_dead_rows(widened(factors), live) * zero_dead_rows(widened(x), live)
+    else:
+        kept = x.dtype if shift is None else accumulator(x.dtype)
+        out = modulated(factors, x, None, tree=tree, level=of, of=level, dtype=kept, impl=impl)
+    if shift is None:
+        return out.to(x.dtype)
+    return zero_dead_rows((out + widened(shift)).to(x.dtype), live)
 
 
 def _finer(tree: BroadcastTree, level: str, of: str) -> str:
@@ -286,6 +295,6 @@ def _checked_pair(
     return finest
 
 
-def _unaliased(out: Tensor, x: Tensor | None) -> Tensor:
-    """A copy where the only operand would be returned itself."""
-    return out.clone() if out is x else out
+def _result(out: Tensor, own: Tensor | None, dtype: torch.dtype, live: Tensor | None) -> Tensor:
+    """In the inputs' dtype; a copy, without its dead rows, where it is the only operand itself."""
+    return zero_dead_rows(out.clone(), live) if out is own else out.to(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from ikbo_tree.errors import TreeError
 from ikbo_tree.kernels.common.dispatch import checked_name
 from ikbo_tree.kernels.common.routes import zero_dead_rows
 from ikbo_tree.ops.checks import check_plain, check_rows, in_force
-from ikbo_tree.ops.crossing import entering, joins, on_host, raised, scaled, widened
+from ikbo_tree.ops.crossing import entering, joins, modulated, on_host, raised, widened
 from ikbo_tree.ops.dots import Dots
 from ikbo_tree.ops.memories import shape_of
 from ikbo_tree.tree import BroadcastTree
@@ -150,15 +151,15 @@ def factorization_machine(
             term = (total.square() - x.square().sum(1)) / 2
         for producer in producers:
             above, theirs = found.pop(producer)
-            theirs = raised(theirs, tree=tree, level=producer, to=name, impl=impl)
+            at: dict[str, Any] = {"tree": tree, "impl": impl}
             if total is None:
-                total = raised(above, tree=tree, level=producer, to=name, impl=impl)
-                term = theirs
+                total = raised(above, level=producer, to=name, **at)
+                term = raised(theirs, level=producer, to=name, **at)
                 continue
-            term = term + theirs
-            term = term + scaled(total, above, tree=tree, level=name, of=producer, impl=impl)
+            at |= {"level": name, "of": producer, "dtype": total.dtype}
+            term = term + modulated(total, above, theirs, **at)
             if name != last or producer != producers[-1]:
-                total = total + raised(above, tree=tree, level=producer, to=name, impl=impl)
+                total = modulated(total, None, above, **at)
         assert total is not None
         found[name] = (total, term)
     like = next(iter(fields.values()))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ikbo_tree.ops import silu_reference
+from ikbo_tree.kernels.silu_attention import reference as silu_reference
 from ikbo_tree.ops.embeddings import embedding
 from ikbo_tree.ops.pooling import attention_pool, pool
 from ikbo_tree.ops.silu_attention import silu_attention

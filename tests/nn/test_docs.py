@@ -24,7 +24,8 @@ TEXT = (DOCS / "ops.md").read_text()
 
 
 def test_every_op_has_a_row():
-    public = {n for n in ikbo_tree.ops.__all__ if n[0].islower()}
+    # It lays out a weight for other ops, and is none itself.
+    public = {n for n in ikbo_tree.ops.__all__ if n[0].islower()} - {"pad_weight"}
     assert first_column("op") == public
     assert public < set(ikbo_tree.__all__)
 

@@ -165,3 +165,24 @@ def test_new_trees_do_not_recompile(spare):
         torch.testing.assert_close(out, exact)
         grads = torch.autograd.grad(out.sum(), [x, y])
         torch.testing.assert_close(grads, torch.autograd.grad(exact.sum(), [x, y]))
+
+
+@every_impl
+@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)])
+def test_opcheck(given, impl):
+    spare = {"user": 3, "item": 6}
+    for tree in (
+        users([2, 0, 2]),
+        BroadcastTree.from_parents(
+            {"item": [1, 0, 1, 1]}, root="user", root_rows=2, capacity=spare
+        ),
+    ):
+        route, coarse = tree.route("item", "user"), tree.capacity("user")
+        x = torch.randn(tree.capacity("item"), 2, requires_grad=True)
+        scale, shift = (torch.randn(coarse, 2, requires_grad=True) if y else None for y in given)
+        ops, kind = torch.ops.ikbo_tree, torch.float32
+        torch.library.opcheck(ops.modulate.default, (x, scale, shift, *route, kind, impl))
+        if scale is not None:
+            args = torch.randn_like(x), x.detach(), scale.detach(), *route, kind, kind
+            wants = [True, True, given[1]]
+            torch.library.opcheck(ops.modulate_backward.default, (*args, wants, impl))

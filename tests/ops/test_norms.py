@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikbo_tree import BroadcastTree, TreeError, UnsupportedError
+from ikbo_tree.kernels.level_norm import torch_impl
 from ikbo_tree.ops import norms
 from ikbo_tree.ops.norms import layer_norm, rms_norm
 from ikbo_tree.testing import check_op
@@ -42,7 +43,7 @@ def test_contracts_in_other_dtypes(op, dtype, tree, seed):
 @given(tree=trees(max_rows=100), seed=st.integers(0, 2**16))
 def test_rows_cut_anywhere(op, tree, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(norms, "CHUNK", 40)
+        patch.setattr(torch_impl, "CHUNK", 40)
         check(op, tree, seed)
 
 
@@ -164,7 +165,7 @@ def test_errors_are_in_the_callers_words():
         layer_norm({"item": torch.zeros(3, 0)}, tree=tree)
     with pytest.raises(ValueError, match="impl must be one of"):
         layer_norm(x, tree=tree, impl="fastest")
-    with pytest.raises(UnsupportedError, match='impl="gluon" cannot run a norm over levels'):
+    with pytest.raises(UnsupportedError, match='impl="gluon" cannot run level_norm'):
         rms_norm(x, tree=tree, impl="gluon")
 
 
@@ -186,3 +187,26 @@ def test_new_trees_do_not_recompile(op, spare):
         grads = torch.autograd.grad(out, [x, y], grad)
         exact = torch.autograd.grad(exact, [x, y], grad)
         torch.testing.assert_close(grads, exact, rtol=1e-5, atol=1e-5)
+
+
+@every_impl
+@pytest.mark.parametrize("centred", [True, False])
+def test_opcheck(centred, impl):
+    spare = {"user": 3, "item": 6}
+    for tree in (
+        users([2, 0, 2]),
+        BroadcastTree.from_parents(
+            {"item": [1, 0, 1, 1]}, root="user", root_rows=2, capacity=spare
+        ),
+    ):
+        route = tree.route("item", "user")
+        rows = tree.capacity("user"), tree.capacity("item")
+        x = [torch.randn(n, k, requires_grad=True) for n, k in zip(rows, (3, 2), strict=True)]
+        weight = torch.randn(5, requires_grad=True)
+        bias = torch.randn(5, requires_grad=True) if centred else None
+        rest = *([m, None] for m in route[:3]), route.live_fine, 1e-5, centred
+        ops = torch.ops.ikbo_tree
+        torch.library.opcheck(ops.level_norm.default, (x, weight, bias, *rest, impl))
+        args = torch.randn(rows[1], 5), [part.detach() for part in x], weight.detach(), *rest
+        wants = [True, False, True, centred]
+        torch.library.opcheck(ops.level_norm_backward.default, (*args, wants, impl))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikbo_tree import BroadcastTree, Memory, TreeError, UnsupportedError
-from ikbo_tree.ops import silu_torch
+from ikbo_tree.kernels.silu_attention import torch_impl
 from ikbo_tree.ops.silu_attention import silu_attention
 from ikbo_tree.testing import check_op
 from ikbo_tree.testing.strategies import trees
@@ -42,7 +42,7 @@ def test_the_reference_keeps_the_contracts(tree, seed):
 @given(tree=trees(max_rows=80), seed=st.integers(0, 2**16))
 def test_scores_cut_anywhere(tree, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(silu_torch, "_blocks", lambda call, q, keys: [
+        patch.setattr(torch_impl, "_blocks", lambda call, q, keys: [
             slice(at, at + 1) for at in range(q.shape[1])
         ])  # fmt: skip
         check(tree, seed)
@@ -98,8 +98,10 @@ def test_opcheck():
     route = tree.route("item", "user")
     q, k, v = (torch.randn(n, s, 2, 3) for n, s in ((3, 1), (2, 4), (2, 4)))
     lists = [[None], [None], [route.index], [route.offsets], [None]]
-    call = (q.requires_grad_(), [k.requires_grad_()], [v], [], [], *lists, None, 0.5, "torch")
-    torch.library.opcheck(torch.ops.ikbo_tree.silu_attention.default, call)
+    given = (q.requires_grad_(), [k.requires_grad_()], [v], [], [], *lists, None)
+    for factors in (None, torch.rand(3)):
+        call = (*given, factors, 0.5, 0.5, "torch")
+        torch.library.opcheck(torch.ops.ikbo_tree.silu_attention.default, call)
 
 
 def test_errors_are_in_the_callers_words():
@@ -110,6 +112,8 @@ def test_errors_are_in_the_callers_words():
         silu_attention(q, {"user": (k, k)}, length=0, **where)
     with pytest.raises(TreeError, match="length must have 3 rows"):
         silu_attention(q, {"user": (k, k)}, length=torch.ones(2), **where)
+    with pytest.raises(TreeError, match="length must not require a gradient"):
+        silu_attention(q, {"user": (k, k)}, length=torch.ones(3, requires_grad=True), **where)
     with pytest.raises(TreeError, match=r'memories\["user"\].k must be 4 wide'):
         silu_attention(q, {"user": (k[..., :3], k)}, **where)
     with pytest.raises(TreeError, match="at least one entry"):

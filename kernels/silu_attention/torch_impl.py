@@ -1,4 +1,4 @@
-"""The broadcast-free path of `silu_attention` in plain PyTorch.
+"""The plain PyTorch path of `silu_attention`.
 
 Segments become calls of dense products as in target attention: the query rows below one row of a
 memory are one sequence over its keys, which are read in place. There is no softmax, so memories and
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ikbo_tree.kernels.silu_attention.op import Factors
 from ikbo_tree.kernels.target_attention.engine import Call
 from ikbo_tree.kernels.target_attention.folded import (
     Chunk,
@@ -27,8 +28,10 @@ from ikbo_tree.kernels.target_attention.folded import (
 from ikbo_tree.kernels.target_attention.memories import Memory
 
 
-def forward(q: Tensor, memories: Sequence[Memory], live: Tensor | None, scale: float) -> Tensor:
-    """[rows, n_seed, H, Dv] in float32 (float64); extra memory does not grow with rows or keys."""
+def forward(
+    q: Tensor, memories: Sequence[Memory], live: Tensor | None, factors: Factors, scale: float
+) -> Tensor:
+    """[rows, n_seed, H, Dv] in q's dtype; extra memory but that in float32 does not grow."""
     calls = _calls(q, memories, live, scale)
     o = q.new_zeros((*q.shape[:-1], memories[0].v.shape[-1]), dtype=calls[0].wide)
     for i, call in enumerate(calls):
@@ -41,7 +44,7 @@ def forward(q: Tensor, memories: Sequence[Memory], live: Tensor | None, scale: f
                 weights = torch.nn.functional.silu(scores, inplace=True)
                 found[:, block] = torch.matmul(_known(weights, keys), keys.v).transpose(1, 2)
             put_rows(o, piece, found, add=i > 0)
-    return o
+    return factors.times(o, live).to(q.dtype)
 
 
 def backward(
@@ -49,6 +52,7 @@ def backward(
     q: Tensor,
     memories: Sequence[Memory],
     live: Tensor | None,
+    factors: Factors,
     scale: float,
     needs: Sequence[bool],
 ) -> list[Tensor]:
@@ -56,6 +60,7 @@ def backward(
     wanted = iter(needs)
     calls = _calls(q, memories, live, scale)
     wide = calls[0].wide
+    grad = factors.times(grad.to(wide), live)
     dq = q.new_zeros(q.shape, dtype=wide) if next(wanted) else None
     sums: list[list[Tensor | None]] = [
         [_zeros(x) if x is not None and next(wanted) else None for x in column]

@@ -11,17 +11,21 @@ from torch import Tensor
 from ikbo_tree.kernels.common.differentiate import gradients
 from ikbo_tree.kernels.common.routes import live_mask, zero_dead_rows
 from ikbo_tree.kernels.common.stages import accumulator
+from ikbo_tree.kernels.silu_attention.op import Factors
 from ikbo_tree.kernels.target_attention.memories import Memory
 from ikbo_tree.kernels.target_attention.reference import broadcast
 
 
-def forward(q: Tensor, memories: Sequence[Memory], live: Tensor | None, scale: float) -> Tensor:
-    """[rows, n_seed, H, Dv] in float32 (float64); waits for a CUDA device, as packed rows do."""
+def forward(
+    q: Tensor, memories: Sequence[Memory], live: Tensor | None, factors: Factors, scale: float
+) -> Tensor:
+    """[rows, n_seed, H, Dv] in q's dtype; waits for a CUDA device, as packed rows do."""
     wide, (rows, _, heads, _) = accumulator(q.dtype), q.shape
     row_live = live_mask(rows, live, q.new_empty(rows, 1))
     flat = [broadcast(memory, rows, heads, row_live, wide) for memory in memories]
     k, v, bias, valid = (torch.cat(parts, dim=1) for parts in zip(*flat, strict=True))
-    return attend(zero_dead_rows(q, live).to(wide), k, v, bias, valid, scale)
+    o = attend(zero_dead_rows(q, live).to(wide), k, v, bias, valid, scale)
+    return factors.times(o, live).to(q.dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, valid: Tensor, scale: float) -> Tensor:
@@ -45,6 +49,7 @@ def backward(
     q: Tensor,
     memories: Sequence[Memory],
     live: Tensor | None,
+    factors: Factors,
     scale: float,
     needs: Sequence[bool],
 ) -> list[Tensor]:
@@ -59,7 +64,7 @@ def backward(
             replace(m, k=k, v=v, bias=None if m.bias is None else next(biases))
             for m, k, v in zip(memories, rest[:count], rest[count : 2 * count], strict=True)
         ]
-        return zero_dead_rows(forward(q, replaced, live, scale), live)
+        return forward(q, replaced, live, factors, scale)
 
     found = gradients(function, inputs, [grad])
     return [x for x, needed in zip(found, needs, strict=True) if needed]

@@ -1,0 +1,1 @@
+"""`level_norm`: see op.py."""

@@ -1,0 +1,1 @@
+"""`modulate`: see op.py."""

@@ -1,0 +1,1 @@
+"""`silu_attention`: see op.py."""

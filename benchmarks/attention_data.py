@@ -71,8 +71,31 @@ def _history_and_shop(items: int) -> Workload:
     return Workload(f"attn3-u1024-v128-i{items}-n64-h2-d128", counts, 1024, vendor_keys=128)
 
 
+def _mixed(keys: int) -> Workload:
+    """32 users, 63 to 65 items each, every second number odd; 2048 in all."""
+    return Workload(
+        f"attn-s{keys}-r64-n64-h2-d128-odd-even",
+        {"item": np.tile([63, 64, 65, 64], 8)},
+        keys,
+    )
+
+
+def _four(keys: int) -> Workload:
+    """16 users, 8 vendors each, 2 products each, 4 items each; all but items own keys."""
+    counts = {"vendor": np.full(16, 8), "product": np.full(128, 2), "item": np.full(256, 4)}
+    return Workload(f"attn4-s{keys}-n64-h2-d128", counts, keys)
+
+
+def sweeps() -> dict[str, Workload]:
+    """Numbers that vary one at a time, by name: query rows, items a user, keys, levels."""
+    found = [_even(32, 64, 1024, n) for n in (1, 5, 16, 32, 64, 65)]
+    found += [_even(32, 63, 1024), _even(32, 65, 1024), _even(2048, 1, 1024), _mixed(1024)]
+    found += [_even(32, 64, 8192), _even(32, 64, 16384), _four(256)]
+    return {workload.name: workload for workload in found}
+
+
 def workloads() -> dict[str, Workload]:
-    """Everything that is measured, by name."""
+    """What is measured by default, by name."""
     found = [_even(32, 64, keys) for keys in (512, 1024, 2048, 4096)]
     found += [_uneven(keys) for keys in (512, 1024, 2048, 4096)]
     found += [_even(2048, 64, 512, 1), _even(2048, 64, 2048, 1), _even(256, 512, 2048, 1)]

@@ -13,7 +13,7 @@ import gc
 from collections.abc import Sequence
 
 import torch
-from attention_data import Data, Workload, workloads
+from attention_data import Data, Workload, sweeps, workloads
 from cuda_timing import (
     ColdClock,
     cuda_ceilings,
@@ -31,8 +31,11 @@ from ikbo_tree.errors import UnsupportedError
 
 PEERS = {
     "cudnn-broadcast": sdpa.broadcast,
+    "cudnn-copied": sdpa.copied,
     "cudnn-folded": sdpa.cudnn_folded,
     "flash-folded": sdpa.flash_folded,
+    "fa4-broadcast": flash_attention.broadcast,
+    "fa4-copied": flash_attention.copied,
     "fa4-folded": flash_attention.folded,
     "fa4-varlen": flash_attention.varlen,
     "published-triton": published.triton,
@@ -56,11 +59,14 @@ def ours(data: Data, impls: Sequence[str]) -> dict[str, Contender]:
     return found
 
 
-def available(data: Data) -> tuple[dict[str, Contender], dict[str, str]]:
+def available(
+    data: Data, peers: Sequence[str] = tuple(PEERS)
+) -> tuple[dict[str, Contender], dict[str, str]]:
     """The peers that can take a workload, and why the others cannot."""
     found: dict[str, Contender] = {}
     missing: dict[str, str] = {}
-    for name, make in PEERS.items():
+    for name in peers:
+        make = PEERS[name]
         try:
             contender = make(data)
             contender()
@@ -101,13 +107,14 @@ def bench(
     *,
     backward: bool,
     impls: Sequence[str],
+    peers: Sequence[str] = tuple(PEERS),
 ) -> None:
     """Adds the records of one workload, and prints its lines."""
     data = Data(workload, getattr(torch, dtype))
     clock = ColdClock()
     with torch.no_grad():
         contenders = ours(data, impls)
-        theirs, missing = available(data)
+        theirs, missing = available(data, peers)
         expected = [_tensor(next(iter(contenders.values()))())]
         contenders |= agreeing(theirs, missing, expected)
         peak = {name: peak_mb(contender) for name, contender in contenders.items()}
@@ -211,20 +218,23 @@ def show(
 
 
 def main() -> None:
-    known = workloads()
+    default = list(workloads())
+    known = sweeps() | workloads()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("workload", nargs="*", help=f"default: all of {', '.join(known)}")
+    parser.add_argument("workload", nargs="*", help=f"default: all of {', '.join(default)}")
+    parser.add_argument("--sweeps", action="store_true", help=f"run {', '.join(sweeps())}")
     parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--forward-only", action="store_true")
     parser.add_argument("--impl", nargs="*", choices=OURS, default=OURS, help="ours; default all")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=tuple(PEERS))
     parser.add_argument("--topic", default="attention", help="begins the name of the results file")
     options = parser.parse_args()
     peers = ("flash-attn-4", "flashinfer-python", "fbtriton")
     results = Results(options.topic, device_name(), peers=peers)
     results.ceilings = cuda_ceilings()
     print(results.device, results.ceilings, flush=True)
-    for name in options.workload or known:
+    for name in options.workload or (sweeps() if options.sweeps else default):
         bench(
             results,
             known[name],
@@ -232,8 +242,10 @@ def main() -> None:
             options.rounds,
             backward=not options.forward_only,
             impls=options.impl,
+            peers=options.peers,
         )
-    print(f"written to {results.write()}")
+        path = results.write()
+    print(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@
 captured graphs, in turns, with a cold L2. Ours pads the weights, where their rows are no multiple
 of 16 bytes, inside of what is timed; what peers are given for nothing is in their notes.
 
-Workloads, all with M = 433 and N = 256, K = 1178 of the user, 512 of the vendor, 866 of the item:
+Workloads, all with M = 433 and N = 256, K = 1178 of the user, 512 of the vendor, 384 of the
+product, 866 of the item:
 
     lce-b<items>-r<items a user>      two levels
     lce3-b<items>-r<items a user>     three, eight vendors a user
+    lce4-b<items>-r<items a user>     four, eight vendors a user, two products a vendor
     lce3-uneven                       16 users with 4-40 vendors with 1-30 items each
 """
 
@@ -37,8 +39,8 @@ from torch import Tensor
 import ikbo_tree as ikbo
 
 M, N = 433, 256
-WIDTHS = {"user": 1178, "vendor": 512, "item": 866}
-VENDORS = 8
+WIDTHS = {"user": 1178, "vendor": 512, "product": 384, "item": 866}
+VENDORS, PRODUCTS = 8, 2
 BATCHES = (512, 1024, 2048, 3072)
 RATIOS = (2, 10, 70, 1000)
 WORKLOADS = (
@@ -46,6 +48,7 @@ WORKLOADS = (
     *(f"lce-b1024-r{r}" for r in RATIOS if r != 70),
     "lce3-b1024-r64",
     "lce3-uneven",
+    "lce4-b1024-r64",
 )
 OURS = ("gluon", "gluon-p16", "triton", "torch")
 """By `impl`; p16: with partial results in the dtype of the result, as peers keep them."""
@@ -67,7 +70,12 @@ def tree_of(workload: str) -> ikbo.BroadcastTree:
         return ikbo.BroadcastTree.from_counts({"item": below}, root="user")
     per_vendor = [n for user in below for n in _even(user, VENDORS)]
     counts = {"vendor": [VENDORS] * len(below), "item": per_vendor}
-    return ikbo.BroadcastTree.from_counts(counts, root="user")
+    if family == "lce4":
+        counts["product"] = [PRODUCTS] * len(per_vendor)
+        counts["item"] = [n for vendor in per_vendor for n in _even(vendor, PRODUCTS)]
+    return ikbo.BroadcastTree.from_counts(
+        {level: counts[level] for level in WIDTHS if level in counts}, root="user"
+    )
 
 
 def _even(total: int, parts: int) -> list[int]:

@@ -3,8 +3,8 @@
 Between `<!-- results: NAME -->` and `<!-- end -->` comes what benchmarks/results/NAME.json says: a
 line about the run, a table for each family of workloads and direction, and for families with a
 number that varies a plot in docs/benchmarks/. Words behind NAME keep workloads that begin with one
-of them. Topics of `render_kernels` have tables of their own, and `<!-- roofline: FAMILY -->` is
-arithmetic. Where a results file is missing, its block says so.
+of them. Topics of `render_kernels` and `render_checks` have tables of their own, and
+`<!-- roofline: FAMILY -->` is arithmetic. Where a results file is missing, its block says so.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import render_checks
 import render_kernels
 from tabulate import tabulate
 
@@ -25,7 +26,9 @@ RESULTS = ROOT / "benchmarks/results"
 DOCUMENT = ROOT / "docs/benchmarks.md"
 PLOTS = ROOT / "docs/benchmarks"
 KERNELS = ROOT / "docs/kernels"
-DOCUMENTS = (DOCUMENT, *sorted(KERNELS.glob("*.md")))
+REPRODUCTION = ROOT / "docs/reproduction.md"
+DOCUMENTS = (DOCUMENT, REPRODUCTION, *sorted(KERNELS.glob("*.md")))
+TOPICS = render_kernels.TOPICS | render_checks.TOPICS
 
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward and backward"}
 MOST_PLOTTED = 16
@@ -85,8 +88,8 @@ def block(name: str, content: Mapping[str, Any], only: Sequence[str] = (), up: s
     records = [r for r in content["records"] if r["workload"].startswith(tuple(only) or "")]
     content = {**content, "records": records}
     topic = name.split("_")[0]
-    if topic in render_kernels.TOPICS:
-        return "\n".join([*lines, *render_kernels.TOPICS[topic](content)])
+    if topic in TOPICS:
+        return "\n".join([*lines, *TOPICS[topic](content)])
     for title, frame in tables(content):
         lines += [f"{title}, {frame.attrs['unit']}:", ""]
         text = frame.map(lambda x: "" if pd.isna(x) else f"{x:,.3g}" if x < 1000 else f"{x:,.0f}")
@@ -123,7 +126,7 @@ def plot(name: str, content: Mapping[str, Any]) -> list[Path]:
     """A picture of each table of a GPU's with more than two workloads, or of each trace."""
     if name.startswith("timeline_"):
         return render_kernels.draw(content, KERNELS)
-    if name.split("_")[0] in render_kernels.TOPICS:
+    if name.split("_")[0] in TOPICS:
         return []
     import matplotlib as mpl
     from matplotlib.figure import Figure

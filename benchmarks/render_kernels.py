@@ -17,14 +17,16 @@ PEAK_TFLOPS, PEAK_GBPS = 989.4, 4800.0
 Records: TypeAlias = Sequence[Mapping[str, Any]]
 
 
-def _table(head: Sequence[str], body: Sequence[Sequence[Any]], left: int = 1) -> list[str]:
+def table(head: Sequence[str], body: Sequence[Sequence[Any]], left: int = 1) -> list[str]:
+    """Lines of a Markdown table of text; the first `left` columns are aligned there."""
     cells = [["" if cell is None else str(cell) for cell in row] for row in body]
     aligned = ["left"] * left + ["right"] * (len(head) - left)
     # Numbers come formatted.
     return [tabulate(cells, head, "github", colalign=aligned, disable_numparse=True), ""]
 
 
-def _unique(records: Records, key: str) -> list[str]:
+def unique(records: Records, key: str) -> list[str]:
+    """Values of a key in the order in which they come."""
     return list(dict.fromkeys(record[key] for record in records))
 
 
@@ -45,15 +47,15 @@ def ablation(content: Mapping[str, Any]) -> list[str]:
     for direction, name in (("fwd", "Forward"), ("bwd", "Backward")):
         here = [r for r in records if r["direction"] == direction]
         cells = {(r["workload"], r["who"]): r for r in here}
-        workloads = _unique(here, "workload")
+        workloads = unique(here, "workload")
         for workload in workloads:
             body = [
                 [who, number(cells[workload, who]["median_ms"]), cells[workload, who]["note"]]
-                for who in _unique(here, "who")
+                for who in unique(here, "who")
                 if (workload, who) in cells
             ]
             head = ["variant", "ms", "times the shipped (10 % to 90 % of rounds)"]
-            lines += [f"{name}, `{workload}`:", "", *_table(head, body)]
+            lines += [f"{name}, `{workload}`:", "", *table(head, body)]
     return lines
 
 
@@ -85,13 +87,13 @@ def counters(content: Mapping[str, Any]) -> list[str]:
         for key, title in COUNTERS.items()
         if any(r[key] is not None for r in records)
     ]
-    return _table(head, body)
+    return table(head, body)
 
 
 def timeline(content: Mapping[str, Any]) -> list[str]:
     """A phase a line, then a picture, for each workload."""
     lines, records = [], content["records"]
-    for workload in _unique(records, "workload"):
+    for workload in unique(records, "workload"):
         here = [r for r in records if r["workload"] == workload]
         head = ["phase", "times", "cycles", "10 %", "90 %", "of all time", "beside products"]
         body = [
@@ -101,7 +103,7 @@ def timeline(content: Mapping[str, Any]) -> list[str]:
             ]
             for r in here
         ]  # fmt: skip
-        lines += [f"`{workload}`:", "", *_table(head, body)]
+        lines += [f"`{workload}`:", "", *table(head, body)]
         lines += [f"![{workload}, by clock]({picture_name(content, workload)})", ""]
     return lines
 
@@ -121,7 +123,7 @@ def machine_code(content: Mapping[str, Any]) -> list[str]:
         "serialised": "serialised", "miscompiled": "miscompiled",
     }  # fmt: skip
     body = [[record[key] for key in columns] for record in content["records"]]
-    return _table(list(columns.values()), body, left=3)
+    return table(list(columns.values()), body, left=3)
 
 
 TOPICS: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
@@ -188,7 +190,7 @@ def roofline(family: str) -> list[str]:
         ]
         for name, flops, moved, copied in rows
     ]  # fmt: skip
-    return _table(head, body)
+    return table(head, body)
 
 
 def _intensity(flops: float, moved: float) -> list[str]:

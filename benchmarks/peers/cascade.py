@@ -18,6 +18,8 @@ def flashinfer(data: Data) -> Contender:
         library: Any = importlib.import_module("flashinfer")
     except ImportError as error:
         raise MissingPeerError(f"flashinfer is not installed ({error})") from None
+    if len(data.levels) > 2:
+        raise MissingPeerError("its results are merged for two levels")
     heads, dim = data.workload.heads, data.workload.dim
     wrappers = {}
     for level in data.levels:

@@ -13,6 +13,7 @@ from harness import Contender
 from torch import Tensor
 
 from peers import MissingPeerError
+from peers.sdpa import copies
 
 
 def _module() -> Any:
@@ -35,11 +36,26 @@ def folded(data: Data) -> Contender:
     return lambda: _first(attend(*data.folded)).reshape(data.q.shape)
 
 
+def broadcast(data: Data) -> Contender:
+    """Keys and values copied to the items, then one dense call."""
+    attend = _module().flash_attn_func
+    return lambda: _first(attend(data.q, *copies(data)))
+
+
+def copied(data: Data) -> Contender:
+    """The dense call alone, copies given."""
+    attend = _module().flash_attn_func
+    q, (k, v) = data.q.detach(), (x.detach() for x in copies(data))
+    return lambda: _first(attend(q, k, v))
+
+
 def varlen(data: Data) -> Contender:
     """A varlen call for each level, and one compiled merge where there are two."""
     attend = _module().flash_attn_varlen_func
     known = inspect.signature(attend).parameters
     several = len(data.levels) > 1
+    if len(data.levels) > 2:
+        raise MissingPeerError("its results are merged for two levels")
 
     def call(level: str) -> Any:
         rows, keys, longest = data.borders(level)

@@ -11,6 +11,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from peers import MissingPeerError
 
+MOST_COPIED = 20 * 2**30
+"""Bytes of one contender's copies: several hold theirs at a time."""
+
 
 def _attend(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """[batch, rows, heads, dim] of each."""
@@ -19,7 +22,11 @@ def _attend(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-def _copies(data: Data) -> list[Tensor]:
+def copies(data: Data) -> list[Tensor]:
+    """Keys and values of all levels at the items: two of [items, S, heads, dim]."""
+    size = sum(x.nbytes for x in data.leaves[1:]) / data.memories["user"][0].shape[0]
+    if size * data.q.shape[0] > MOST_COPIED:
+        raise MissingPeerError("copies of the keys would take more than 20 GiB")
     found = []
     for i in range(2):
         parts = [
@@ -32,10 +39,13 @@ def _copies(data: Data) -> list[Tensor]:
 
 def broadcast(data: Data) -> Contender:
     """What an unmodified model runs: keys and values copied to the items, then attention."""
-    size = sum(x.nbytes for x in data.leaves[1:]) / data.memories["user"][0].shape[0]
-    if size * data.q.shape[0] > 40 * 2**30:
-        raise MissingPeerError("copies of the keys would take more than 40 GiB")
-    return lambda: _attend(SDPBackend.CUDNN_ATTENTION, data.q, *_copies(data))
+    return lambda: _attend(SDPBackend.CUDNN_ATTENTION, data.q, *copies(data))
+
+
+def copied(data: Data) -> Contender:
+    """The attention alone, copies given."""
+    q, (k, v) = data.q.detach(), (x.detach() for x in copies(data))
+    return lambda: _attend(SDPBackend.CUDNN_ATTENTION, q, k, v)
 
 
 def cudnn_folded(data: Data) -> Contender:

@@ -7,7 +7,7 @@ import sys
 
 from ikbo_tree.extras import MissingExtraError, require
 
-COMMANDS = ("demo", "movielens", "fuzz", "tune", "serve", "bench-serve")
+COMMANDS = ("demo", "movielens", "fuzz", "tune", "analyze", "serve", "bench-serve", "reproduce")
 
 
 def main() -> None:

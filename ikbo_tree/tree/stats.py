@@ -74,6 +74,9 @@ def of_tree(
     writes `(F - rows_l) * widths[l]` elements more than l holds, and a map to `out` columns spends
     `2 * (F - rows_l) * widths[l] * out` FLOPs more.
     """
+    # The analysis imports trees.
+    from ikbo_tree.analysis.cost import copies
+
     widths = widths or {}
     for name in widths:
         if name not in tree.levels:
@@ -83,7 +86,7 @@ def of_tree(
     levels = {}
     for level in tree.levels:
         rows = tree.rows(level)
-        copied = max(leaves - rows, 0) * widths.get(level, 1)
+        extra = copies(rows, leaves, widths.get(level, 1), dtype.itemsize, out)
         parent = tree.parent(level)
         fan = np.zeros(0)
         if parent is not None:
@@ -94,7 +97,7 @@ def of_tree(
             fan_out=tuple(np.quantile(fan, QUANTILES).tolist()) if fan.size else (),
             mean_fan_out=float(fan.mean()) if fan.size else 0.0,
             childless=int((fan == 0).sum()),
-            extra_bytes=copied * dtype.itemsize,
-            extra_flops=2 * copied * out,
+            extra_bytes=extra.bytes,
+            extra_flops=extra.flops,
         )
     return TreeStats(levels, finest)

@@ -25,10 +25,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ikbo_tree.kernels.common.triton_launch import defaults
+
 # Names of Triton 3.6, and what replaced them by 3.9.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 cta_sync = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+_DEFAULTS = defaults(TensorDescriptor)
 
 
 def described(
@@ -49,7 +54,8 @@ def described(
     """
     made = object.__new__(TensorDescriptor)
     made.base, made.shape, made.strides, made.block_shape = base, shape, strides, block_shape
-    made.layout, made.padding = layout, "zero"
+    made.layout = layout
+    vars(made).update(_DEFAULTS)
     return made
 
 

@@ -6,6 +6,7 @@ the same facts, read more cheaply, and goes straight to what the first such call
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -69,9 +70,21 @@ class _Readers(dict[int, tuple[_Fact, ...]]):
 _READERS = _Readers()
 
 
+def defaults(descriptor: type) -> dict[str, Any]:
+    """What a class of descriptors has where nothing is said; newer versions of Triton have more."""
+    return {
+        field.name: field.default
+        for field in dataclasses.fields(descriptor)
+        if field.default is not dataclasses.MISSING
+    }
+
+
 def ceil_div(a: int, b: int) -> int:
     """The least integer not below a / b; `triton.cdiv` takes microseconds on the host."""
     return -(-a // b)
+
+
+_DEFAULTS = defaults(TensorDescriptor)
 
 
 def described(
@@ -87,7 +100,7 @@ def described(
     """
     made = object.__new__(TensorDescriptor)
     made.base, made.shape, made.strides, made.block_shape = base, shape, strides, block_shape
-    made.padding = "zero"
+    vars(made).update(_DEFAULTS)
     return made
 
 

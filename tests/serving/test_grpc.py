@@ -84,6 +84,8 @@ def test_overload_and_deadlines():
         with pytest.raises(grpc.RpcError) as error:
             late.result(10)
         assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        # The server learns of it a moment later.
+        until(lambda: any(part.caller.gone for part in list(batcher._queue)))
         held.go.set()
         for seed, answer in enumerate((first, waiting)):
             np.testing.assert_array_equal(

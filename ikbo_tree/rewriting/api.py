@@ -22,6 +22,7 @@ def rewrite(
     counts: Mapping[str, tuple[str, str]] | None = None,
     compact: Mapping[str, str] | None = None,
     tree: BroadcastTree | None = None,
+    rows: Mapping[str, tuple[int, int, int]] | None = None,
     profit: bool = True,
     check_seconds: float = 5.0,
 ) -> tuple[nn.Module, Report]:
@@ -46,9 +47,14 @@ def rewrite(
             takes them.
         compact: for inputs that arrive already broadcast, the coarser level they belong to. The
             rewritten model takes them there, and a `tree` as one more keyword.
-        tree: with `compact`, an example of that tree: its levels, whether it is sorted, and how
-            many rows there are, which decides what pays. Default a chain of the levels in
-            `compact`, in their order, sorted, two rows below each.
+        tree: an example of a tree that the rewritten model shall take as one more keyword, for
+            `compact` and in place of inputs that are maps or counts between its levels. It says
+            which levels there are, whether they are sorted, and how many rows they have, which
+            decides what pays. A tree with capacity makes a model that reads live counts: rows
+            beyond them may hold anything, and are zero in the results. Default with `compact` a
+            chain of its levels, in their order, sorted, two rows below each.
+        rows: for some levels (least, usual, most) rows. What pays is decided on the usual ones
+            instead of the example's, and `report.dynamic_shapes()` has the others.
         profit: leave alone what saves no work on the example's rows, counted as in
             `rewriting.profit`; False rewrites whatever can be.
         check_seconds: how long to compare on random trees; 0 for no check.
@@ -56,11 +62,13 @@ def rewrite(
     Returns:
         The rewritten model, which shares the parameters and buffers of the original and has its
         call convention (with a tree among the inputs they are its `program`'s), usable under
-        torch.compile and torch.export; and a report.
+        torch.compile and torch.export; and a report. Its nodes have the level of their rows as
+        `meta["custom"]["level"]`, which exported programs keep.
 
     Raises:
         TreeError: declarations that do not fit the inputs.
-        UnsupportedError: the model is in training mode, random, or no single graph.
+        UnsupportedError: the model is in training mode, random, or no single graph; or `tree` has
+            a capacity and an op takes rows of a level together.
         RewriteError: the check found a difference, which is an error in a rule.
 
     >>> class Ranker(nn.Module):
@@ -83,20 +91,16 @@ def rewrite(
     [('index', 'gathered'), ('linear', 'sunk'), ('relu', 'sunk'), ('linear_1', 'split')]
     """
     # torch.export alone takes half as long to import as all else together.
-    from ikbo_tree.rewriting.capture import Compacted, capture
+    from ikbo_tree.rewriting.capture import Wrapped, capture
     from ikbo_tree.rewriting.graph_pass import Rewriting
     from ikbo_tree.rewriting.inputs import declared
     from ikbo_tree.rewriting.profit import Profit
     from ikbo_tree.rewriting.validate import validate
 
     given = declared(
-        model, example_inputs, levels, broadcasts or {}, counts or {}, compact or {}, tree
+        model, example_inputs, levels, broadcasts or {}, counts or {}, compact or {}, tree, rows
     )
-    whole: nn.Module = model
-    if given.compact:
-        (fine,) = {given.levels[name] for name in given.compact}
-        whole = Compacted(model, given, fine).eval()
-    captured = capture(whole, given)
+    captured = capture(Wrapped(model, given) if given.wrapped else model, given)
     prices = Profit(captured, given)
     if profit:
         rewriting = prices.best()
@@ -106,7 +110,10 @@ def rewrite(
     rewriting.report.before = dict(prices.costs(captured.module.graph))
     rewriting.report.after = dict(prices.costs(rewriting.graph))
     if check_seconds > 0:
+        results = rewriting.traced().places if given.padded else None
         rewriting.report.checks = validate(
-            captured, rewriting.graph, rewriting.env, given, check_seconds
+            captured, rewriting.graph, rewriting.env, given, check_seconds, results
         )
-    return rewriting.finished(), rewriting.report
+    fast = rewriting.finished()
+    prices.note(rewriting)
+    return fast, rewriting.report

@@ -36,6 +36,17 @@ def swapped_operands(value: Any, change: Callable[[Operand], Operand]) -> Any:
     return change(value) if isinstance(value, Operand) else value
 
 
+def swapped_nodes(args: dict[str, Any], change: Callable[[fx.Node], Any]) -> dict[str, Any]:
+    """Arguments with their nodes changed."""
+    return {name: _swapped_node(x, change) for name, x in args.items()}
+
+
+def _swapped_node(value: Any, change: Callable[[fx.Node], Any]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_swapped_node(x, change) for x in value]
+    return change(value) if isinstance(value, fx.Node) else value
+
+
 def bind(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments by the names of an op's schema, defaults filled in."""
     bound = {}

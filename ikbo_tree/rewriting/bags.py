@@ -8,6 +8,7 @@ from torch import fx
 
 from ikbo_tree.rewriting.builder import aten
 from ikbo_tree.rewriting.engine import Call, Engine, structural
+from ikbo_tree.rewriting.lookups import referenced
 from ikbo_tree.rewriting.rowwise import Operand
 from ikbo_tree.rewriting.values import Dense, Lazy, Merged, Value, shape
 
@@ -25,7 +26,7 @@ def embedding_bag(engine: Engine, call: Call) -> tuple[Value | None, ...] | None
     if not isinstance(call.args["weight"], Dense) or not _every(starts.node, length, engine, ids):
         return None
     build = engine.build
-    known = engine.referenced(Operand(ids.node, 0, ids.merged), ids.path).node
+    known = referenced(build, engine.whole(ids.path), Operand(ids.node, 0, ids.merged)).node
     total = build.size(ids.node, 0)
     node = build.call(aten.arange.start_step, 0, total, length, device=ids.node.meta["val"].device)
     args = {

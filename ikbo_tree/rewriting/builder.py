@@ -30,6 +30,7 @@ class Builder:
         self.fake = fake
         self.origin: fx.Node | None = None
         self._known: dict[Any, fx.Node] = {}
+        self._inputs: dict[Any, tuple[fx.Node, int]] = {}
         self._gathered: dict[fx.Node, list[fx.Node]] = {}
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -64,16 +65,29 @@ class Builder:
             for i, x in enumerate(value)
         )
 
+    def enter(self, node: fx.Node) -> None:
+        """Takes note of an input's sizes: those of others that are equal are read from it."""
+        sizes: list[Any] = list(shape(node))
+        for dim, n in enumerate(sizes):
+            if isinstance(n, torch.SymInt) and n.node.expr.is_Symbol:
+                self._inputs.setdefault(n.node.expr, (node, dim))
+
     def size(self, node: fx.Node, dim: int) -> fx.Node | int:
         """A size, as a number where it is one."""
-        n = shape(node)[dim]
-        return n if isinstance(n, int) else self.call(aten.sym_size.int, node, dim)
+        n: Any = shape(node)[dim]
+        if isinstance(n, int):
+            return n
+        return self.call(aten.sym_size.int, *self._inputs.get(n.node.expr, (node, dim)))
 
     def times(self, size: fx.Node | int, factor: int) -> fx.Node | int:
         """A multiple of a size."""
         if factor == 1:
             return size
         return size * factor if isinstance(size, int) else self.call(operator.mul, size, factor)
+
+    def plus(self, size: fx.Node | int, number: int) -> fx.Node | int:
+        """A size and a number."""
+        return size + number if isinstance(size, int) else self.call(operator.add, size, number)
 
     def divided(self, size: fx.Node | int, by: int) -> fx.Node | int:
         """A multiple of a number, divided by it."""
@@ -113,13 +127,27 @@ class Builder:
         rows = self.times(self.size(index, 0), merged.outer * merged.inner)
         return self.call(aten.reshape.default, fine, [*sizes[:dim], rows, *sizes[dim + 1 :]])
 
+    def spread(self, mask: fx.Node, merged: Merged, behind: int) -> fx.Node:
+        """[rows] as it broadcasts with a value that has those rows, `behind` dims before its last.
+
+        Args:
+            mask: one entry a row.
+            merged: what shares the dim with the rows.
+            behind: dims that follow that of the rows.
+        """
+        if merged != ALONE:
+            mask = self.call(aten.reshape.default, mask, [1, -1, 1])
+            mask = self.call(aten.expand.default, mask, [merged.outer, -1, merged.inner])
+            mask = self.call(aten.reshape.default, mask, [-1])
+        return self.call(aten.reshape.default, mask, [-1, *[1] * behind]) if behind else mask
+
     def inverse(self, step: Map, rows: fx.Node | int) -> tuple[fx.Node, fx.Node | None]:
         """Offsets and order of the inverse of a map to `rows` rows: the tree's, or by sorting."""
         if step.offsets is not None:
             return step.offsets, step.order
         ordered = self.call(aten.sort.stable, step.index, stable=True)
         device = step.index.meta["val"].device
-        ends = self.call(aten.arange.default, self.call(operator.add, rows, 1), device=device)
+        ends = self.call(aten.arange.default, self.plus(rows, 1), device=device)
         first = self.call(aten.searchsorted.Tensor, self.call(operator.getitem, ordered, 0), ends)
         return self.int32(first), self.int32(self.call(operator.getitem, ordered, 1))
 

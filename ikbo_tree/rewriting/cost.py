@@ -1,41 +1,26 @@
 """What a graph costs on given numbers of rows: floating-point operations and bytes, op by op.
 
-Bytes are those an op has to read and write if every op is a kernel of its own: each distinct
-element of its tensors once. A gather reads no more rows than it writes. Views cost nothing.
-Operations are two for each term of a product's sum, and one for each element of anything else.
+Counted as in `ikbo_tree.analysis.cost`, every op a kernel of its own. A gather reads no more rows
+than it writes. Views cost nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from ikbo_tree.analysis.cost import Cost
 from ikbo_tree.rewriting.capture import Captured
 from ikbo_tree.rewriting.inputs import Declared
+from ikbo_tree.rewriting.lineage import Bounds, starts
 
 aten = torch.ops.aten
-
-
-class Cost(NamedTuple):
-    """Of an op or of several.
-
-    Attributes:
-        flops: floating-point operations.
-        bytes: read and written.
-    """
-
-    flops: int = 0
-    bytes: int = 0
-
-    def plus(self, other: Cost) -> Cost:
-        """The sum."""
-        return Cost(self.flops + other.flops, self.bytes + other.bytes)
 
 
 _NAMES = """
@@ -66,18 +51,18 @@ class Counter:
         self.rows: dict[str, int] = {}
         self._order = given.all_levels()
         leaves = pytree.tree_leaves(given.example)
-        for (name, node), leaf in zip(captured.placeholders.items(), leaves, strict=True):
+        for node, leaf in zip(captured.placeholders.values(), leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
                 self._learn(node.meta["val"].shape, leaf.shape)
-                level = given.batches.get(name)
-                if level is not None:
-                    self.rows[level] = leaf.shape[0]
-                    size: Any = node.meta["val"].shape[0]
-                    if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                        self._levels[size.node.expr] = level
-        if given.tree is not None:
-            tree = given.example[given.tree]
-            self.rows |= {level: tree.rows(level) for level in tree.levels}
+        for node, place in starts(given, captured.placeholders).items():
+            # Offsets have one more than rows.
+            size: Any = node.meta["val"].shape[0] - int(isinstance(place, Bounds))
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                symbol = size.node.expr
+                self._levels[symbol] = place.level
+                if place.level in given.ranges:
+                    self._values[symbol] = sympy.Integer(given.ranges[place.level].usual)
+            self.rows[place.level] = self.number(size)
 
     def _learn(self, shape: Sequence[Any], actual: torch.Size) -> None:
         """The numbers that symbols stand for; a tree's offsets have one more than rows."""
@@ -96,8 +81,9 @@ class Counter:
         if expression not in self._numbers:
             known = sympy.sympify(size.node.shape_env.replace(expression)).xreplace(self._values)
             # What has no number yet was counted from values: rows of the finest level.
-            finest = sympy.Integer(self.rows[self._order[-1]])
-            known = known.xreplace(dict.fromkeys(known.free_symbols, finest))
+            if known.free_symbols:
+                finest = sympy.Integer(self.rows[self._order[-1]])
+                known = known.xreplace(dict.fromkeys(known.free_symbols, finest))
             self._numbers[expression] = int(known)
         return self._numbers[expression]
 
@@ -118,16 +104,17 @@ class Counter:
     def graph(self, graph: fx.Graph) -> dict[str, Cost]:
         """By level, of everything that the result needs."""
         found: dict[str, Cost] = {}
-        for node, cost in self._costs(graph):
+        for node, cost in self.costs(graph):
             level = self.level(node)
             found[level] = found.get(level, Cost()).plus(cost)
         return {level: found[level] for level in [*self._order, "-"] if level in found}
 
     def price(self, graph: fx.Graph, flops_a_byte: float) -> float:
         """The sum over ops of the larger of bytes and operations, these divided."""
-        return sum(max(c.bytes, c.flops / flops_a_byte) for _, c in self._costs(graph))
+        return sum(cost.roofline(flops_a_byte) for _, cost in self.costs(graph))
 
-    def _costs(self, graph: fx.Graph) -> Iterator[tuple[fx.Node, Cost]]:
+    def costs(self, graph: fx.Graph) -> Iterator[tuple[fx.Node, Cost]]:
+        """Of each op that the result needs, backwards."""
         needed: set[fx.Node] = set(graph.find_nodes(op="output"))
         for node in reversed(graph.nodes):
             if node in needed:

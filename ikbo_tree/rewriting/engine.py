@@ -24,9 +24,9 @@ from ikbo_tree.rewriting.arguments import (
     swapped_operands,
 )
 from ikbo_tree.rewriting.builder import Builder, aten
+from ikbo_tree.rewriting.lookups import LOOK_UPS, referenced
 from ikbo_tree.rewriting.rowwise import ROWS, RULES, Operand, RowCall, Rows
 from ikbo_tree.rewriting.values import (
-    ALONE,
     Cat,
     Dense,
     Index,
@@ -66,9 +66,6 @@ class Call:
         return [x for x in flatten(self.args.values()) if isinstance(x, VALUES)]
 
 
-LOOK_UPS = {aten.embedding: "indices", aten.index: "indices", aten.gather: "index"}
-"""Ops that raise where an id is out of range, and the argument with the ids."""
-
 Structural: TypeAlias = Callable[["Engine", Call], Any]
 
 STRUCTURAL: dict[Any, list[Structural]] = {}
@@ -93,6 +90,7 @@ class Engine:
         build: writes the new graph.
         counts: maps by the node of the counts that describe them.
         between: maps of a tree, from each level to each above it.
+        live: live counts [1] of the levels of a tree with a capacity.
         maps: paths as one map, made so far.
         done: what became of the call under way: "sunk", "split", "replaced", "kept", "left".
         reduces: whether a path leads to fewer rows.
@@ -103,6 +101,7 @@ class Engine:
         self.reduces = reduces
         self.counts: dict[fx.Node, Map] = {}
         self.between: dict[tuple[str, str], Map] = {}
+        self.live: dict[str, fx.Node] = {}
         self.maps: dict[Path, Map] = {}
         self.done: tuple[str, Path] = ("kept", ())
 
@@ -145,6 +144,7 @@ class Engine:
 
     def kept(self, call: Call) -> Any:
         """The op itself, on gathered operands."""
+        call = self._by_map(call)
         args = swapped_args(call.args, self.dense)
         if call.packet in (aten.view, aten._unsafe_view) and "size" in args:
             # Operands may have other strides than in the original.
@@ -155,6 +155,18 @@ class Engine:
         if isinstance(found, tuple):
             return tuple(None if x is None else Dense(x) for x in found)
         return Dense(found) if isinstance(node.meta["val"], torch.Tensor) else found
+
+    def _by_map(self, call: Call) -> Call:
+        """A repetition by counts as a gather, where these say nothing of rows beyond live ones."""
+        repeats = call.args.get("repeats")
+        step = self.counts.get(repeats.node) if isinstance(repeats, Dense) else None
+        if call.packet is not aten.repeat_interleave or step is None or step.live is None:
+            return call
+        index = Dense(step.index)
+        if "self" not in call.args:
+            return Call(aten.to.dtype, bind(aten.to.dtype, (index, call.out.dtype), {}), call.out)
+        args = (call.args["self"], call.args["dim"], index)
+        return Call(aten.index_select.default, bind(aten.index_select.default, args, {}), call.out)
 
     def sunk(self, call: Call) -> Any:
         """The op on the coarsest rows that all its lazy operands have."""
@@ -177,7 +189,8 @@ class Engine:
             return None
         if call.packet in LOOK_UPS:
             name = LOOK_UPS[call.packet]
-            safe = swapped_operands(row_call.args[name], lambda x: self.referenced(x, path))
+            ids = row_call.args[name]
+            safe = swapped_operands(ids, lambda x: referenced(self.build, self.whole(path), x))
             row_call = replace(row_call, args={**row_call.args, name: safe})
         self.done = ("sunk", path)
         node = self.at_rows(call, row_call, rows)
@@ -190,22 +203,6 @@ class Engine:
             None if x is None or dim is None else Lazy(x, path, dim, rows.merged)
             for x, dim in zip(found, dims, strict=True)
         )
-
-    def referenced(self, ids: Operand, path: Path) -> Operand:
-        """Ids of rows that the original reads, 0 in others: there they may be out of range."""
-        call, x = self.build.call, ids.node
-        rows = self.build.divided(self.build.size(x, ids.dim), ids.merged.outer * ids.merged.inner)
-        none = call(aten.zeros.default, [rows], dtype=torch.bool, device=x.meta["val"].device)
-        index = self.build.compose(path)
-        if index.meta["val"].dtype != torch.int64:
-            index = call(aten.to.dtype, index, torch.int64)
-        known = call(aten.index_fill.int_Scalar, none, 0, index, True)
-        if ids.merged != ALONE:
-            known = call(aten.reshape.default, known, [1, -1, 1])
-            known = call(aten.expand.default, known, [ids.merged.outer, -1, ids.merged.inner])
-            known = call(aten.reshape.default, known, [-1])
-        known = call(aten.reshape.default, known, [-1, *[1] * (len(shape(x)) - ids.dim - 1)])
-        return replace(ids, node=call(aten.where.ScalarOther, known, x, 0))
 
     def at_rows(self, call: Call, row_call: RowCall, rows: Rows) -> fx.Node:
         """The call on the nodes of its operands."""
@@ -312,17 +309,22 @@ class Engine:
             node = self.build.call(aten.to.dtype, node, value.dtype)
         return Lazy(node, tuple(near), 0) if near else Dense(node)
 
+    def whole(self, path: Path) -> Map:
+        """A path as one map, perhaps without its inverse."""
+        first, last = path[0], path[-1]
+        if len(path) == 1:
+            return first
+        known = self.between.get((first.fine, last.coarse))
+        live = (first.live[0], last.live[1]) if first.live and last.live else None
+        return known or Map(
+            describe(path), first.fine, last.coarse, self.build.compose(path), live=live
+        )
+
     def merged(self, path: Path, rows: fx.Node | int) -> Map:
         """A path as one map with its inverse, to `rows` rows."""
         known = self.maps.get(path)
         if known is None:
-            first, last = path[0], path[-1]
-            single = first if len(path) == 1 else None
-            if single is None:
-                whole = self.between.get((first.fine, last.coarse))
-                single = whole or Map(
-                    describe(path), first.fine, last.coarse, self.build.compose(path)
-                )
+            single = self.whole(path)
             offsets, order = self.build.inverse(single, rows)
             known = replace(single, offsets=offsets, order=order)
             self.maps[path] = known

@@ -21,11 +21,14 @@ from ikbo_tree.rewriting import (  # noqa: F401  register their rules
 )
 from ikbo_tree.rewriting.arguments import VALUES
 from ikbo_tree.rewriting.builder import Builder, aten
+from ikbo_tree.rewriting.capacity import Capacity
 from ikbo_tree.rewriting.capture import Captured
 from ikbo_tree.rewriting.engine import Engine, path_of
 from ikbo_tree.rewriting.inputs import Declared
+from ikbo_tree.rewriting.lineage import Lineage, Mixture, gives_tensors, starts
 from ikbo_tree.rewriting.product import flat_module, product
-from ikbo_tree.rewriting.report import Report, Step
+from ikbo_tree.rewriting.refusals import source
+from ikbo_tree.rewriting.report import Op, Report, Step
 from ikbo_tree.rewriting.values import Dense, Index, Map, Path, describe, shape
 from ikbo_tree.tree import BroadcastTree
 
@@ -36,6 +39,9 @@ _DROPPED = (
     aten._assert_tensor_metadata.default,
 )
 """What export writes down of sizes; ops on tensors of other sizes raise by themselves."""
+
+
+_CASTS = (aten.to.dtype, aten._to_copy.default)
 
 
 class Rewriting:
@@ -50,6 +56,8 @@ class Rewriting:
     Attributes:
         env: what became of each original node.
         report: what was done.
+        inputs: those of the new graph, by those of the original.
+        offsets: maps of the tree by the original's inputs that are their offsets.
     """
 
     def __init__(
@@ -75,17 +83,23 @@ class Rewriting:
         fake.shape_env.freeze()
         self.build = Builder(self.graph, fake)
         self.engine = Engine(self.build, reduces)
+        self.inputs: dict[fx.Node, fx.Node] = {}
+        self.offsets: dict[fx.Node, Map] = {}
 
     def run(self) -> None:
         """Interprets every node."""
         nodes = list(self.captured.module.graph.nodes)
         for node in nodes:
             if node.op == "placeholder":
-                self.env[node] = self._copied(node)
+                self.inputs[node] = self.graph.node_copy(node)
+                self.env[node] = _plain(self.inputs[node])
+                if isinstance(self.env[node], Dense):
+                    self.build.enter(self.inputs[node])
+        self._enter()
         self._declare()
         for node in nodes:
             if node.op == "get_attr":
-                self.env[node] = self._copied(node)
+                self.env[node] = _plain(self.graph.node_copy(node))
             elif node.op == "call_function" and node.target not in _DROPPED:
                 self.build.origin = node
                 self.env[node] = self._call(node)
@@ -97,10 +111,6 @@ class Rewriting:
             if fixed and self.captured.any_rows:
                 raise AssertionError(f"the rows of {name} became a constant")
 
-    def _copied(self, node: fx.Node) -> Any:
-        copy = self.graph.node_copy(node)
-        return Dense(copy) if isinstance(node.meta.get("val"), torch.Tensor) else copy
-
     def _call(self, node: fx.Node) -> Any:
         args, kwargs = pytree.tree_map_only(fx.Node, self.env.__getitem__, (node.args, node.kwargs))
         if node.target is operator.getitem and isinstance(args[0], tuple):
@@ -110,15 +120,57 @@ class Rewriting:
             return self.build.call(node.target, *plain, **kwargs)
         run = self.engine.leave if node.name in self.left else self.engine.run
         found = run(node.target, args, kwargs, node.meta["val"])
+        self._note_counts(node, found)
         self.report.steps.append(Step.of(node, self.engine.done, path_of_any(found)))
         return found
 
+    def _note_counts(self, node: fx.Node, found: Any) -> None:
+        """Whether a value is the numbers of children by a tree's offsets."""
+        if node.target is aten.diff.default:
+            offsets = node.args[0]
+            step = self.offsets.get(offsets) if isinstance(offsets, fx.Node) else None
+        elif node.target in _CASTS and not node.meta["val"].is_floating_point():
+            read = node.args[0]
+            before = self.env.get(read) if isinstance(read, fx.Node) else None
+            step = self.engine.counts.get(before.node) if isinstance(before, Dense) else None
+        else:
+            return
+        if step is not None and isinstance(found, Dense):
+            self.engine.counts[found.node] = step
+
     def _result(self, value: Any) -> Any:
+        """The outputs, nothing put off."""
+
         def dense(node: fx.Node) -> Any:
             found = self.env[node]
             return self.engine.dense(found) if isinstance(found, VALUES) else found
 
-        return fx.node.map_arg(value, dense)
+        found = fx.node.map_arg(value, dense)
+        if not self.engine.live:
+            return found
+        lineage = self.traced()
+        capacity = Capacity(self.build, self.engine.live)
+        return fx.node.map_arg(found, lambda n: capacity.leaving(n, lineage.places[n]))
+
+    def traced(self) -> Lineage:
+        """The levels of the new graph's values."""
+        nodes = self.captured.placeholders
+        known = starts(self.given, {name: self.inputs[node] for name, node in nodes.items()})
+        return Lineage(known, self.given.all_levels()).read(self.graph.nodes)
+
+    def _enter(self) -> None:
+        """What a tree with capacity says of the inputs' rows."""
+        given, nodes = self.given, self.captured.placeholders
+        if given.tree is None or not given.padded:
+            return
+        counts = self.inputs[nodes[f"{given.tree}.0"]]
+        for i, level in enumerate(given.example[given.tree].levels):
+            self.engine.live[level] = self.build.call(aten.slice.Tensor, counts, 0, i, i + 1)
+        capacity = Capacity(self.build, self.engine.live)
+        for name, level in given.batches.items():
+            linked = name in given.maps or name in given.counts
+            x = capacity.entering(self.inputs[nodes[name]], level, map_or_counts=linked)
+            self.env[nodes[name]] = Dense(x)
 
     def _declare(self) -> None:
         """Turns the inputs that are maps into maps."""
@@ -162,8 +214,10 @@ class Rewriting:
             f, c = tree.levels[fine], tree.levels[coarse]
             many = 2 if tree._schema.sorted else 3
             index, offsets, *order = (self.env[fields[at + i]].node for i in range(many))
-            step = Map(f"{f}->{c}", f, c, index, offsets, order[0] if order else None)
+            live = (self.engine.live[f], self.engine.live[c]) if self.engine.live else None
+            step = Map(f"{f}->{c}", f, c, index, offsets, order[0] if order else None, live)
             known[f, c] = step
+            self.offsets[fields[at + 1]] = step
             self.engine.between[f, c] = step
             places.append((fields[at], f, c, index))
             at += many
@@ -188,7 +242,22 @@ class Rewriting:
     def finished(self) -> nn.Module:
         """The new model, without what nothing uses."""
         self._clean()
+        self._report_levels()
         return product(self.captured, self.graph, self.given)
+
+    def _report_levels(self) -> None:
+        """Every op's level, in the report and as `meta["custom"]`, which torch.export keeps."""
+        lineage = self.traced()
+        self.report.graph = self.graph
+        for node in self.graph.nodes:
+            if not isinstance(node.target, torch._ops.OpOverload) or not gives_tensors(node):
+                continue
+            level = lineage.level(node)
+            together = isinstance(lineage.places[node], Mixture)
+            reads, line = tuple(lineage.reads(node)), source(node)
+            self.report.ops.append(Op(node.name, str(node.target), level, reads, together, line))
+            if level is not None:
+                node.meta["custom"] = {**node.meta.get("custom", {}), "level": level}
 
     def flat(self) -> fx.GraphModule:
         """The same of tensors by position, results in a tuple, as compilers pass graphs on."""
@@ -202,6 +271,10 @@ class Rewriting:
     def _clean(self) -> None:
         self.graph.eliminate_dead_code()
         self.graph.lint()
+
+
+def _plain(node: fx.Node) -> Any:
+    return Dense(node) if isinstance(node.meta.get("val"), torch.Tensor) else node
 
 
 def _through(fine: str, coarse: str, known: Mapping[tuple[str, str], Map]) -> Path:

@@ -1,20 +1,37 @@
-"""What the caller declares of a model's inputs, and random inputs that keep to it."""
+"""What the caller declares of a model's inputs."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ikbo_tree.errors import TreeError
+from ikbo_tree.rewriting.ranges import Range, checked
 from ikbo_tree.tree import BroadcastTree
 
 TREE = "tree"
-"""The name of the tree that a rewritten compact model takes."""
+"""The name of the tree that a rewritten model takes where it takes one of its own."""
+
+
+class Replaced(NamedTuple):
+    """An input of the original that a rewritten model takes from its tree.
+
+    Attributes:
+        kind: "map" or "counts".
+        fine: the finer level.
+        coarse: the coarser one.
+        dtype: of the input.
+    """
+
+    kind: str
+    fine: str
+    coarse: str
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -22,12 +39,15 @@ class Declared:
     """The declarations of one rewrite.
 
     Attributes:
-        example: the model's inputs by name, in the order of its signature.
+        example: the inputs by name, in the order of the model's signature; of those in `compact`
+            the rows of their own level, none of those in `replaced`, and the tree.
         levels: the level of dim 0 of each input that has rows.
         maps: for each input that is a map, (fine, coarse).
         counts: for each input with the number of children, (coarse, fine).
         compact: inputs that arrive already broadcast: the level they belong to.
         tree: name of the input that is a tree, if there is one.
+        replaced: inputs of the original that are no inputs any more, since the tree has them.
+        ranges: how many rows levels may have, where that is known.
     """
 
     example: dict[str, Any]
@@ -36,6 +56,18 @@ class Declared:
     counts: dict[str, tuple[str, str]] = field(default_factory=dict)
     compact: dict[str, str] = field(default_factory=dict)
     tree: str | None = None
+    replaced: dict[str, Replaced] = field(default_factory=dict)
+    ranges: dict[str, Range] = field(default_factory=dict)
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether the rewritten model has another signature, with a keyword `tree`."""
+        return bool(self.compact or self.replaced)
+
+    @property
+    def padded(self) -> bool:
+        """Whether there are rows beyond the live ones, whose counts are the tree's."""
+        return self.tree is not None and bool(self.example[self.tree]._schema.padded)
 
     @property
     def batches(self) -> dict[str, str]:
@@ -54,12 +86,12 @@ class Declared:
 
     def all_levels(self) -> list[str]:
         """Every level, coarse first."""
+        ordered: list[str] = []
         if self.tree is not None:
             tree: BroadcastTree = self.example[self.tree]
-            return list(tree.levels)
+            ordered += tree.levels
         names = list(dict.fromkeys(self.batches.values()))
         names += [x for pair in self.pairs for x in pair if x not in names]
-        ordered: list[str] = []
 
         def visit(level: str) -> None:
             if level not in ordered:
@@ -86,12 +118,13 @@ def declared(
     counts: Mapping[str, tuple[str, str]],
     compact: Mapping[str, str],
     tree: BroadcastTree | None,
+    rows: Mapping[str, Sequence[int]] | None = None,
 ) -> Declared:
     """Checks and orders what the caller says.
 
     Raises:
         TreeError: a name that is no input of the model; an input that is declared twice, or with
-            another number of rows than its level has elsewhere.
+            another number of rows than its level has elsewhere; a tree that lacks a level.
     """
     signature = inspect.signature(model.forward)
     if isinstance(example_inputs, Mapping):
@@ -116,37 +149,73 @@ def declared(
         example, dict(levels), dict(broadcasts), dict(counts), dict(compact),
         trees[0] if trees else None,
     )  # fmt: skip
-    if compact:
-        found = _compacted(found, tree)
+    if tree is not None or compact:
+        found = _on_tree(found, tree)
     _check_rows(found)
+    return replace(found, ranges=checked(rows or {}, found.all_levels()))
+
+
+def _on_tree(given: Declared, tree: BroadcastTree | None) -> Declared:
+    """With a tree as one more input, maps that it has left out, the others at their own levels."""
+    if given.tree is not None:
+        raise TreeError("tree", "must not be given to a model that takes one", repr(given.tree))
+    fine = {given.levels[name] for name in given.compact}
+    if len(fine) > 1:
+        raise TreeError("compact", "must name inputs of one level in levels", str(sorted(fine)))
+    known = {} if tree is None else _replaced(given, tree)
+    if tree is None:
+        above = [x for x in dict.fromkeys(given.compact.values()) if x not in fine]
+        if not above:
+            raise TreeError("compact", "must name a level above that in levels", str(given.compact))
+        ratios = {level: [2] * 2**i for i, level in enumerate([*above[1:], *fine])}
+        tree = BroadcastTree.from_counts(ratios, root=above[0])
+    for level in (*fine, *given.compact.values()):
+        if level not in tree.levels:
+            raise TreeError("tree", f"must have the level {level!r}", repr(tree))
+    tensors = {n: x for n, x in given.example.items() if n not in known}
+    own = {n: given.compact.get(n, level) for n, level in given.levels.items()}
+    for name, level in own.items():
+        if level in tree.levels:
+            tensors[name] = _rows_of(tensors[name], tree.capacity(level))
+    device = next((x.device for x in tensors.values() if isinstance(x, Tensor)), tree.device)
+    maps, counts = (
+        {n: pair for n, pair in pairs.items() if n not in known}
+        for pairs in (given.maps, given.counts)
+    )
+    tensors[TREE] = tree if tree.device == device else tree.to(device)
+    return Declared(tensors, given.levels, maps, counts, given.compact, TREE, known)
+
+
+def _replaced(given: Declared, tree: BroadcastTree) -> dict[str, Replaced]:
+    """The inputs that are maps and counts of a tree."""
+    pairs = {name: ("map", *pair) for name, pair in given.maps.items()}
+    pairs |= {name: ("counts", *pair[::-1]) for name, pair in given.counts.items()}
+    found = {}
+    for name, (kind, fine, coarse) in pairs.items():
+        if fine in tree.levels and coarse in tree.levels:
+            tree.route(fine, coarse)  # raises unless one lies above the other
+            if kind == "counts" and not tree.is_sorted:
+                raise TreeError("tree", f"must be sorted, since {name} is of counts", repr(tree))
+            found[name] = Replaced(kind, fine, coarse, given.example[name].dtype)
     return found
 
 
-def _compacted(given: Declared, tree: BroadcastTree | None) -> Declared:
-    """With the inputs at their own levels, and the tree as one more."""
-    (fine,) = {given.levels[name] for name in given.compact} or {""}
-    if tree is None:
-        above = [x for x in dict.fromkeys(given.compact.values()) if x != fine]
-        ratios = {level: [2] * 2**i for i, level in enumerate([*above[1:], fine])}
-        tree = BroadcastTree.from_counts(ratios, root=above[0]) if above else None
-    if tree is None or fine not in tree.levels:
-        raise TreeError("compact", f"must lead to a tree that has the level {fine!r}", str(tree))
-    example = dict(given.example)
-    for name, level in given.compact.items():
-        x = example[name]
-        rows = torch.arange(tree.rows(level)).remainder(max(1, x.shape[0]))
-        example[name] = x[rows]
-    for name, level in given.levels.items():
-        if name not in given.compact:
-            rows = torch.arange(tree.rows(level)).remainder(max(1, example[name].shape[0]))
-            example[name] = example[name][rows]
-    device = example[next(iter(given.compact))].device
-    example[TREE] = tree if tree.device == device else tree.to(device)
-    return Declared(example, given.levels, given.maps, given.counts, given.compact, TREE)
+def _rows_of(x: Any, rows: int) -> Any:
+    """So many rows, those of the example again and again."""
+    if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[0] == rows:
+        return x
+    if x.shape[0] == 0:
+        return x.new_zeros((rows, *x.shape[1:]))
+    return x[torch.arange(rows, device=x.device).remainder(x.shape[0])]
 
 
 def _check_rows(found: Declared) -> None:
     rows: dict[str, tuple[int, str]] = {}
+    if found.tree is not None:
+        tree: BroadcastTree = found.example[found.tree]
+        if tree._schema.positions:
+            raise TreeError(found.tree, "must not come from padded requests", repr(tree))
+        rows = {level: (tree.capacity(level), found.tree) for level in tree.levels}
     for name, level in found.batches.items():
         x = found.example[name]
         if not isinstance(x, Tensor) or x.dim() == 0:
@@ -155,98 +224,3 @@ def _check_rows(found: Declared) -> None:
         if x.shape[0] != n:
             rule = f"must have the {n} rows of level {level!r} that {other} has"
             raise TreeError(name, rule, f"{x.shape[0]} rows")
-
-
-def random_inputs(
-    given: Declared, rows: Mapping[str, int], seed: int, dtype: torch.dtype | None = None
-) -> dict[str, Any]:
-    """Inputs like the example's, with other rows and values.
-
-    Floats are normal with the example's mean and deviation; integers and booleans are drawn, entry
-    by entry, from the example's rows; maps are random, and compose as a tree's do.
-
-    Args:
-        given: the declarations.
-        rows: of each level.
-        seed: of everything.
-        dtype: of floats; None: the example's.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    maps = _random_maps(given, rows, generator)
-    found: dict[str, Any] = {}
-    for name, x in given.example.items():
-        if isinstance(x, BroadcastTree):
-            found[name] = _tree_like(x, rows).to(x.device)
-        elif name in given.maps:
-            found[name] = maps[given.maps[name]].to(x.dtype)
-        elif name in given.counts:
-            coarse, fine = given.counts[name]
-            counts = torch.bincount(maps[fine, coarse], minlength=rows[coarse])
-            found[name] = counts.to(x.dtype)
-        elif isinstance(x, Tensor):
-            level = given.batches.get(name)
-            shape = x.shape if level is None else (rows[level], *x.shape[1:])
-            found[name] = _like(x, tuple(shape), generator, dtype) if level else _cast(x, dtype)
-        else:
-            found[name] = x
-        if isinstance(x, Tensor):
-            found[name] = found[name].to(x.device)
-    return found
-
-
-def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return x.to(dtype) if dtype is not None and x.is_floating_point() else x
-
-
-def _like(
-    x: Tensor, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype | None
-) -> Tensor:
-    if x.is_floating_point():
-        wide = x.detach().double()
-        mean = float(wide.mean()) if x.numel() else 0.0
-        deviation = float(wide.std()) if x.numel() > 1 else 1.0
-        values = torch.randn(shape, generator=generator, dtype=torch.float64)
-        return (values * (deviation or 1.0) + mean).to(dtype or x.dtype)
-    if x.shape[0] == 0:
-        return x.new_zeros(shape)
-    chosen = torch.randint(0, x.shape[0], (shape[0],), generator=generator)
-    return x[chosen.to(x.device)]
-
-
-def _random_maps(
-    given: Declared, rows: Mapping[str, int], generator: torch.Generator
-) -> dict[tuple[str, str], Tensor]:
-    """Sorted where counts describe them or a tree wants it, else in any order."""
-    if given.tree is not None:
-        return {}
-    in_order = bool(given.counts)
-    maps: dict[tuple[str, str], Tensor] = {}
-    for level in given.all_levels():
-        for coarse in given.parents(level):
-            index = torch.randint(0, max(1, rows[coarse]), (rows[level],), generator=generator)
-            if rows[level] == rows[coarse]:
-                index = torch.randperm(rows[coarse], generator=generator)
-            maps[level, coarse] = index.sort().values if in_order else index
-            for fine, far in list(maps):
-                if fine == coarse:
-                    maps[level, far] = maps[coarse, far][maps[level, coarse]]
-    return maps
-
-
-def _tree_like(tree: BroadcastTree, rows: Mapping[str, int]) -> BroadcastTree:
-    """A tree of the same levels with so many rows, its maps sorted."""
-    structure = tree.structure
-    parents = {}
-    for i, level in enumerate(tree.levels[1:], start=1):
-        above = tree.levels[structure.parent[i]]
-        generator = torch.Generator().manual_seed(rows[level] * 31 + rows[above])
-        index = torch.randint(0, max(1, rows[above]), (rows[level],), generator=generator)
-        parents[level] = index.sort().values.numpy()
-    under = {
-        level: tree.levels[structure.parent[i]]
-        for i, level in enumerate(tree.levels)
-        if i and structure.parent[i] != i - 1
-    }
-    return BroadcastTree.from_parents(
-        parents, root=tree.levels[0], root_rows=rows[tree.levels[0]], under=under or None
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ def product(captured: Captured, graph: fx.Graph, given: Declared) -> nn.Module:
     A model that takes a tree keeps them under `program.`: around the graph, which takes tensors,
     is a module that takes the tree apart, since tracers compare the static part of a pytree badly.
     """
-    compact = bool(given.compact)
+    wrapped = given.wrapped
     root: dict[str, Any] = {}
     for node in graph.find_nodes(op="get_attr"):
         value = _attribute(captured.module, str(node.target))
-        if compact:
+        if wrapped:
             node.target = str(node.target).removeprefix(_MODEL)
         root[str(node.target)] = value
     if given.tree is None:
@@ -65,18 +66,34 @@ class OnTrees(nn.Module):
         super().__init__()
         self.program = graph
         self._schema = example._schema
+        self._example = repr(example)
         self._spec = spec
 
     def fields(self, tree: BroadcastTree) -> tuple[Tensor, ...]:
         """The tree's tensors.
 
         Raises:
-            TreeError: a tree with other levels, or unsorted where the example was sorted.
+            TreeError: a tree with other levels, unsorted where the example was sorted, or with a
+                capacity where the example had none.
         """
-        if not torch.compiler.is_compiling() and tree._schema != self._schema:
-            rule = "must have the levels, order and tables of the tree it was rewritten with"
-            raise TreeError("tree", rule, repr(tree))
+        if not torch.compiler.is_compiling() and not self._takes(tree):
+            rule = "must have the levels, order, capacity and tables of the one it was made for"
+            raise TreeError("tree", f"{rule}, {self._example}", repr(tree))
         return tree._fields
+
+    def run(self, *tensors: Tensor) -> tuple[Any, ...]:
+        """The program's results."""
+        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+            # Node by node, so that an exported program's nodes have the levels of the graph's.
+            with fx.traceback.preserve_node_meta():
+                found: tuple[Any, ...] = fx.Interpreter(self.program).run(*tensors)
+            return found
+        return self.program(*tensors)  # type: ignore[no-any-return]
+
+    def _takes(self, tree: BroadcastTree) -> bool:
+        """A tree without spare rows is one with a capacity that it fills."""
+        padded = tree._schema.padded or self._schema.padded
+        return replace(tree._schema, padded=padded) == self._schema
 
     def structured(self, flat: tuple[Any, ...]) -> Any:
         """The result as the original gives it."""
@@ -88,9 +105,9 @@ def _on_trees(graph: fx.GraphModule, given: Declared, spec: Any) -> OnTrees:
     assert given.tree is not None
     names = [*given.example]
     passed = [_passed(name, given) for name in names]
-    listed = [n for n in names if n != given.tree or not given.compact]
-    parameters = ", ".join(["self", *listed, *(["*", "tree"] if given.compact else [])])
-    body = f"return self.structured(self.program({', '.join(passed)}))"
+    listed = [n for n in names if n != given.tree or not given.wrapped]
+    parameters = ", ".join(["self", *listed, *(["*", "tree"] if given.wrapped else [])])
+    body = f"return self.structured(self.run({', '.join(passed)}))"
     code = f"def forward({parameters}):\n    {body}\n"
     scope: dict[str, Any] = {"leaves": pytree.tree_leaves}
     exec(compile(code, "<rewritten>", "exec"), scope)

@@ -16,12 +16,14 @@ graph takes them from both sides alike.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import fx
 
+from ikbo_tree.analysis.cost import Cost
 from ikbo_tree.rewriting.capture import Captured
-from ikbo_tree.rewriting.cost import Cost, Counter
+from ikbo_tree.rewriting.cost import Counter
 from ikbo_tree.rewriting.graph_pass import Rewriting
 from ikbo_tree.rewriting.inputs import Declared
 from ikbo_tree.rewriting.values import Lazy, Path
@@ -117,6 +119,12 @@ class Profit:
     def costs(self, graph: fx.Graph) -> Mapping[str, Cost]:
         """Operations and bytes of a graph, by level."""
         return self.counter.graph(graph)
+
+    def note(self, rewriting: Rewriting) -> None:
+        """Writes the cost of each op of the rewritten graph into the report."""
+        costs = {node.name: cost for node, cost in self.counter.costs(rewriting.graph)}
+        report = rewriting.report
+        report.ops = [replace(op, cost=costs.get(op.name, op.cost)) for op in report.ops]
 
 
 def _balance(captured: Captured) -> float:

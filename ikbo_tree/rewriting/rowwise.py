@@ -116,16 +116,16 @@ def front(dim: int, ndim: int) -> int:
 
 ELEMENTWISE = """
     __and__ __or__ __xor__ abs acos acosh add addcdiv addcmul alias angle asin asinh atan atan2
-    atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor
-    ceil celu clamp clamp_max clamp_min clone contiguous copysign cos cosh deg2rad detach digamma
+    atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil
+    celu clamp clamp_max clamp_min clone contiguous copy copysign cos cosh deg2rad detach digamma
     div elu eq erf erfc erfinv exp exp2 expm1 fill float_power floor floor_divide fmax fmin fmod
     frac full_like ge gelu gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot isfinite
     isinf isnan isneginf isposinf le leaky_relu lerp lgamma lift_fresh_copy log log10 log1p log2
     log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt
     masked_fill maximum minimum mish mul mvlgamma nan_to_num ne neg nextafter ones_like polygamma
-    positive pow rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sigmoid sign
-    signbit silu sin sinc sinh softplus softshrink special_erfcx special_expit special_xlog1py
-    sqrt square sub tan tanh threshold to _to_copy trunc true_divide where xlogy zeros_like
+    positive pow rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sigmoid sign signbit
+    silu sin sinc sinh softplus softshrink special_erfcx special_expit special_xlog1py sqrt square
+    sub tan tanh threshold to _to_copy trunc true_divide where xlogy zeros_like
 """
 
 
@@ -191,7 +191,7 @@ def along_another_dim(call: RowCall) -> Rows | None:
     return Rows((x.dim,) * len(call.out) if many else x.dim, x.merged)
 
 
-@rule("bucketize", "prelu", "dropout", "feature_dropout", "alpha_dropout")
+@rule("one_hot", "bucketize", "prelu", "dropout", "feature_dropout", "alpha_dropout")
 def of_the_first(call: RowCall) -> Rows | None:
     """Elementwise in the first argument, in evaluation; all else is the same for every row."""
     x = call.only("self" if "self" in call.args else "input")
@@ -238,10 +238,14 @@ def part_of_another_dim(call: RowCall) -> Rows | None:
     x = call.only("self")
     if x is None:
         return None
-    whole = call.args.get("start") in (None, 0) and call.args.get("end", 0) in (None, 2**63 - 1)
-    if front(call.args["dim"], rank(x)) == x.dim:
-        return Rows(x.dim, x.merged) if whole and call.args["step"] == 1 else None
-    return Rows(x.dim, x.merged)
+    along_rows = front(call.args["dim"], rank(x)) == x.dim
+    return None if along_rows and not is_whole(call.args) else Rows(x.dim, x.merged)
+
+
+def is_whole(args: dict[str, Any]) -> bool:
+    """Whether the arguments of a slice say all of a dim."""
+    from_first, to_last = args.get("start") in (None, 0), args.get("end", 0) in (None, 2**63 - 1)
+    return from_first and to_last and args.get("step") == 1
 
 
 @rule("select", "unbind")

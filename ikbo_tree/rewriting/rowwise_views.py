@@ -7,7 +7,17 @@ from typing import Any
 import sympy
 import torch
 
-from ikbo_tree.rewriting.rowwise import ROWS, RowCall, Rows, aten, front, rank, rule
+from ikbo_tree.rewriting.rowwise import (
+    ROWS,
+    Operand,
+    RowCall,
+    Rows,
+    aten,
+    front,
+    is_whole,
+    rank,
+    rule,
+)
 from ikbo_tree.rewriting.values import Merged
 
 
@@ -73,6 +83,20 @@ def reshaped(call: RowCall) -> Rows | None:
     sizes[dim] = ROWS
     merged = Merged(int(outer), int(inner))
     return Rows(dim, merged, {"self": x, "shape": sizes}, aten.reshape.default)
+
+
+@rule("select_scatter", "slice_scatter")
+def written(call: RowCall) -> Rows | None:
+    """One entry or a range of another dim replaced, or all rows: row by row."""
+    x, source = call.args["self"], call.args["src"]
+    if not isinstance(x, Operand) or not isinstance(source, Operand):
+        return None
+    at = front(call.args["dim"], rank(x))
+    if at == x.dim and not (rank(source) == rank(x) and is_whole(call.args)):
+        return None
+    gone = rank(source) < rank(x) and at < x.dim
+    same = (source.dim + gone, source.merged) == (x.dim, x.merged)
+    return Rows(x.dim, x.merged) if same else None
 
 
 @rule("expand")

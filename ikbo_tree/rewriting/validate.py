@@ -17,9 +17,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from ikbo_tree.rewriting.arguments import arranged, swapped_args
-from ikbo_tree.rewriting.capture import Captured, source
+from ikbo_tree.rewriting.capture import Captured
 from ikbo_tree.rewriting.errors import RewriteError
-from ikbo_tree.rewriting.inputs import Declared, random_inputs
+from ikbo_tree.rewriting.inputs import Declared
+from ikbo_tree.rewriting.lineage import Found, Place
+from ikbo_tree.rewriting.random_inputs import random_inputs, with_and_without_spare_rows
+from ikbo_tree.rewriting.refusals import source
 from ikbo_tree.rewriting.values import Cat, Dense, Index, Later, Lazy, Path
 
 TOLERANCE = 1e-9
@@ -34,6 +37,7 @@ def validate(
     env: Mapping[fx.Node, Any],
     given: Declared,
     seconds: float,
+    results: Mapping[fx.Node, Found] | None = None,
 ) -> list[dict[str, int]]:
     """Compares on trees of chosen and random sizes until the time is up, on two at least.
 
@@ -43,6 +47,8 @@ def validate(
         env: the counterpart of each original node.
         given: the declarations.
         seconds: to spend.
+        results: where results have their rows; given for trees with a capacity, on which it is
+            tried that rows beyond the live ones do nothing.
 
     Returns:
         The rows of each level, for every tree.
@@ -71,8 +77,45 @@ def validate(
                 continue
             now.run(*flat, enable_io_processing=False)
         _compare(captured.module.graph, env, was.values, now.values, rows)
+        if results is not None:
+            _check_capacity(new, given, rows, seed, results)
         done.append(dict(rows))
     return done
+
+
+def _check_capacity(
+    new: fx.GraphModule,
+    given: Declared,
+    rows: Mapping[str, int],
+    seed: int,
+    results: Mapping[fx.Node, Found],
+) -> None:
+    """Raises if results change by two more rows a level that hold nothing of use."""
+    capacity = {level: n + 2 for level, n in rows.items()}
+    spoilt, alone = with_and_without_spare_rows(given, capacity, rows, seed)
+    runs = [_Run(new), _Run(new)]
+    with torch.no_grad():
+        for run, inputs in zip(runs, (spoilt, alone), strict=True):
+            run.run(*pytree.tree_leaves(inputs), enable_io_processing=False)
+    for node in new.graph.output_node().all_input_nodes:
+        place, (found, expected) = results.get(node), (run.values[node] for run in runs)
+        if isinstance(place, Place) and place.level in rows:
+            live = rows[place.level]
+            found, expected = by_rows(found, place), by_rows(expected, place)
+            if found[live:].any():
+                raise RewriteError(f"{node} is not zero in rows beyond the live {dict(rows)}")
+            found = found[:live]
+        error = _difference(expected, found)
+        if error is not None:
+            where = f"on a tree with capacity {capacity} and rows {dict(rows)}"
+            raise RewriteError(f"{node.target} ({node.name}) {error}, {where}{source(node)}")
+
+
+def by_rows(x: Tensor, place: Place) -> Tensor:
+    """[rows, outer, inner, ...]."""
+    outer, inner = place.merged
+    apart = x.movedim(place.dim, 0)
+    return apart.reshape(outer, -1, inner, *apart.shape[1:]).movedim(1, 0)
 
 
 def _sizes(levels: list[str]) -> Iterator[dict[str, int]]:

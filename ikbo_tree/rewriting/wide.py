@@ -121,10 +121,13 @@ def _emit(
         consumer.append(below)
         maps.append((build.int32(step.index), step.offsets, step.order))
     x, weight = [s.x for s in ordered], [s.weight for s in ordered]
+    live = _live(engine, ordered)
     if one_row is not None:
         value, rows = x[0].meta["val"], build.size(x[0], 0)
         integers = {"dtype": torch.int32, "device": value.device}
         ones = [1, 1, build.size(x[0], 2)]
+        if live:
+            live.insert(0, call(aten.ones.default, [1], **integers))
         x.insert(0, call(aten.ones.default, ones, dtype=value.dtype, device=value.device))
         weight.insert(0, call(aten.unsqueeze.default, one_row, 1))
         end = call(aten.full.default, [1], rows, **integers)
@@ -133,8 +136,23 @@ def _emit(
         maps.insert(0, (call(aten.zeros.default, [rows], **integers), offsets, None))
     index, offsets_of, order = (list(m) for m in zip(*maps, strict=True))
     op = torch.ops.ikbo_tree.linear if bias else torch.ops.ikbo_tree.linear_compression
-    rest: tuple[Any, ...] = (consumer, index, offsets_of, order, [], None, "auto")
+    rest: tuple[Any, ...] = (consumer, index, offsets_of, order, live, None, "auto")
     return call(op.default, x, weight, *bias, *rest)
+
+
+def _live(engine: Engine, ordered: list[_Stage]) -> list[fx.Node]:
+    """Live counts of all stages' rows; none where every row is live."""
+    if not engine.live:
+        return []
+    fine = ordered[0].path[0].fine
+    found = []
+    for stage in ordered:
+        level = stage.path[-1].coarse if stage.path else fine
+        rows = engine.build.size(stage.x, 0)
+        options = {"dtype": torch.int32, "device": stage.x.meta["val"].device}
+        known = engine.live.get(level)
+        found.append(known or engine.build.call(aten.full.default, [1], rows, **options))
+    return found
 
 
 def _begins(start: Path, path: Path) -> bool:

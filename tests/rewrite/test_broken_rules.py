@@ -54,6 +54,7 @@ MISPLACED = {
     "unfold": "views.unfold",
     "unsqueeze": "views.unsqueeze",
     "without_a_dim": "views.select",
+    "written": "traps.column_write",
 }
 """A micro-model that shows each rule's place of rows."""
 
@@ -81,6 +82,7 @@ CARELESS = {
     "triangles": "mixing.tril_of_rows",
     "two_matrices": "matmuls.addmm_onto_items",
     "without_a_dim": "mixing.first_row",
+    "written": "traps.row_write",
 }
 """A micro-model in which each rule must say no."""
 

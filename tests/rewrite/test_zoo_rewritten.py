@@ -2,11 +2,12 @@
 
 import functools
 import io
+import time
 
 import numpy as np
 import pytest
 import torch
-from models.sizes import TINY
+from models.sizes import SIZES, TINY
 from models.zoo import ZOO
 from torch.utils._pytree import tree_leaves
 
@@ -144,3 +145,24 @@ def test_state_is_the_model_s_own(name):
     kept = {value.data_ptr() for value in state.values()}
     unused = {key for key, value in own.items() if value.data_ptr() not in kept}
     assert all("num_batches_tracked" in key for key in unused), unused
+
+
+@pytest.mark.parametrize("name", ["dlrm", "ads"])
+def test_rewriting_and_checking_takes_seconds(name):
+    """Of the largest models, by this process's own time; the check alone has 5 s."""
+    entry, sizes = ZOO[name], SIZES[name]
+    counts = {"vendor": [4] * 8, "item": [2] * 32} if deep(entry) else {"item": [8] * 8}
+    tree = BroadcastTree.from_counts(counts, root="user")
+    model, flat = entry.build(sizes), entry.inputs(sizes, tree, 0)
+    begin = time.process_time()
+    _, report = ikbo.rewrite(
+        model,
+        flat,
+        levels=entry.levels,
+        broadcasts=entry.broadcasts,
+        counts=entry.counts,
+        compact=entry.compact,
+        tree=tree if entry.compact else None,
+    )
+    assert time.process_time() - begin < 30
+    assert len(report.checks) >= 2

@@ -98,6 +98,22 @@ def short_segments(block, offsets_ptr, segments, S: tl.constexpr, T: tl.constexp
 
 
 @triton.jit
+def load_segments(ptr, segment, mine, cols, step, ALIGN: tl.constexpr, WIDTH: tl.constexpr):
+    """[S, C] float32 rows at the coarse level, `step * ALIGN` elements apart; zeros outside."""
+    at = segment.to(tl.int64)[:, None] * (step.to(tl.int64) * ALIGN) + cols[None, :]
+    mask = mine[:, None] & (cols < WIDTH)[None, :]
+    return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_segments(ptr, segment, mine, cols, value, WIDTH: tl.constexpr):
+    """Writes [S, C] rows of a dense result at the coarse level, in its dtype."""
+    at = segment.to(tl.int64)[:, None] * WIDTH + cols[None, :]
+    mask = mine[:, None] & (cols < WIDTH)[None, :]
+    tl.store(ptr + at, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def fold_single(
     x_ptr,
     extreme,

@@ -31,6 +31,7 @@ from ikbo_tree.kernels.common.triton_folds import (
     piece_of,
     short_segments,
     store_partial,
+    store_segments,
 )
 from ikbo_tree.kernels.common.triton_launch import ceil_div, launch
 from ikbo_tree.kernels.common.triton_lib import MAPS, alignment, flat_rows, guard
@@ -60,9 +61,7 @@ def _finish(
         value = tl.log(total) + finite(value)
     if live_ptr is not None:
         value = tl.where((segment < tl.load(live_ptr))[:, None], value, 0.0)
-    at = segment.to(tl.int64)[:, None] * WIDTH + cols[None, :]
-    mask = mine[:, None] & (cols < WIDTH)[None, :]
-    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=mask)
+    store_segments(out_ptr, segment, mine, cols, value, WIDTH)
 
 
 @triton.jit

@@ -14,22 +14,16 @@ from ikbo_tree.kernels.common.routes import Route
 from ikbo_tree.kernels.common.triton_folds import (
     LANES,
     load_rows,
+    load_segments,
     next_lane,
     piece_of,
     short_segments,
     store_partial,
+    store_segments,
 )
 from ikbo_tree.kernels.common.triton_launch import ceil_div, launch
 from ikbo_tree.kernels.common.triton_lib import MAPS, alignment, flat_rows, guard, rows_at
 from ikbo_tree.kernels.common.triton_segments import COUNTS, combine, partial_results
-
-
-@triton.jit
-def _of_segments(ptr, segment, mine, cols, step, ALIGN: tl.constexpr, WIDTH: tl.constexpr):
-    """[S, C] float32 rows at the coarse level."""
-    at = segment.to(tl.int64)[:, None] * (step.to(tl.int64) * ALIGN) + cols[None, :]
-    mask = mine[:, None] & (cols < WIDTH)[None, :]
-    return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -78,13 +72,6 @@ def _walk(
 
 
 @triton.jit
-def _finish(dx_ptr, segment, mine, cols, value, WIDTH: tl.constexpr):
-    at = segment.to(tl.int64)[:, None] * WIDTH + cols[None, :]
-    mask = mine[:, None] & (cols < WIDTH)[None, :]
-    tl.store(dx_ptr + at, value.to(dx_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _piece(
     g_ptr,
     x_ptr,
@@ -114,14 +101,14 @@ def _piece(
     )
     one = tl.zeros([1], tl.int32)
     yes = one == 0
-    x = _of_segments(x_ptr, one + segment, yes, cols, x_step, X_ALIGN, WIDTH)
+    x = load_segments(x_ptr, one + segment, yes, cols, x_step, X_ALIGN, WIDTH)
     first, rows = one + begin + start, one + tl.minimum(length - start, P)
     value = _walk(
         g_ptr, x, weight_ptr, numbers_ptr, fine, order_ptr, first, rows, cols, g_stride,
         CENTRED, WIDTH, 1, R, C,
     )  # fmt: skip
     if length <= P:
-        _finish(dx_ptr, one + segment, yes, cols, value, WIDTH)
+        store_segments(dx_ptr, one + segment, yes, cols, value, WIDTH)
     else:
         store_partial(partial_ptr, 0, slot, cols, value, value, value, 1, WIDTH)
 
@@ -175,12 +162,12 @@ def coarse_gradient_kernel(
         segment, begin, length, mine = short_segments(
             program - programs, offsets_ptr, segments, S, T
         )
-        x = _of_segments(x_ptr, segment, mine, cols, x_step, X_ALIGN, WIDTH)
+        x = load_segments(x_ptr, segment, mine, cols, x_step, X_ALIGN, WIDTH)
         value = _walk(
             g_ptr, x, weight_ptr, numbers_ptr, rows, order_ptr, begin, length, cols, g_stride,
             CENTRED, WIDTH, S, R, C,
         )  # fmt: skip
-        _finish(dx_ptr, segment, mine, cols, value, WIDTH)
+        store_segments(dx_ptr, segment, mine, cols, value, WIDTH)
 
 
 def coarse_gradient(

@@ -17,10 +17,12 @@ from ikbo_tree.kernels.common.routes import Route
 from ikbo_tree.kernels.common.triton_folds import (
     LANES,
     load_rows,
+    load_segments,
     next_lane,
     piece_of,
     short_segments,
     store_partial,
+    store_segments,
 )
 from ikbo_tree.kernels.common.triton_launch import ceil_div, launch
 from ikbo_tree.kernels.common.triton_lib import MAPS, alignment, flat_rows, guard, rows_at
@@ -29,14 +31,6 @@ from ikbo_tree.kernels.common.triton_segments import COUNTS, combine, partial_re
 TILE_BYTES_OF = 4
 """Tiles are those of float32 whatever the dtype: up to five of them are in registers at once, which
 spill at twice the elements."""
-
-
-@triton.jit
-def _of_segments(ptr, segment, mine, cols, step, ALIGN: tl.constexpr, WIDTH: tl.constexpr):
-    """[S, C] float32 rows at the coarse level."""
-    at = segment.to(tl.int64)[:, None] * (step.to(tl.int64) * ALIGN) + cols[None, :]
-    mask = mine[:, None] & (cols < WIDTH)[None, :]
-    return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -83,11 +77,9 @@ def _walk(
 def _finish(
     d_scale_ptr, d_shift_ptr, segment, mine, cols, a, b, SHIFTED: tl.constexpr, WIDTH: tl.constexpr
 ):
-    at = segment.to(tl.int64)[:, None] * WIDTH + cols[None, :]
-    mask = mine[:, None] & (cols < WIDTH)[None, :]
-    tl.store(d_scale_ptr + at, a.to(d_scale_ptr.dtype.element_ty), mask=mask)
+    store_segments(d_scale_ptr, segment, mine, cols, a, WIDTH)
     if SHIFTED:
-        tl.store(d_shift_ptr + at, b.to(d_shift_ptr.dtype.element_ty), mask=mask)
+        store_segments(d_shift_ptr, segment, mine, cols, b, WIDTH)
 
 
 @triton.jit
@@ -122,7 +114,7 @@ def _piece(
     )
     one = tl.zeros([1], tl.int32)
     yes = one == 0
-    scale = _of_segments(scale_ptr, one + segment, yes, cols, scale_step, SCALE_ALIGN, WIDTH)
+    scale = load_segments(scale_ptr, one + segment, yes, cols, scale_step, SCALE_ALIGN, WIDTH)
     first, rows = one + begin + start, one + tl.minimum(length - start, P)
     a, b = _walk(
         g_ptr, x_ptr, dx_ptr, scale, order_ptr, first, rows, cols, g_stride, x_stride,
@@ -207,7 +199,7 @@ def product_gradients_kernel(
         segment, begin, length, mine = short_segments(
             program - programs, offsets_ptr, segments, S, T
         )
-        scale = _of_segments(scale_ptr, segment, mine, cols, scale_step, SCALE_ALIGN, WIDTH)
+        scale = load_segments(scale_ptr, segment, mine, cols, scale_step, SCALE_ALIGN, WIDTH)
         a, b = _walk(
             g_ptr, x_ptr, dx_ptr, scale, order_ptr, begin, length, cols, g_stride, x_stride,
             SHIFTED, WIDTH, S, R, C,

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ikbo_tree.kernels.common.gluon_lib import tma_store
-from ikbo_tree.kernels.target_attention.gluon_boards import clear_behind
+from ikbo_tree.kernels.target_attention.gluon_boards import clear_behind, word
 from ikbo_tree.kernels.target_attention.gluon_device import (
     DIAGONAL,
     HALF,
@@ -30,7 +30,6 @@ from ikbo_tree.kernels.target_attention.gluon_device import (
     WHOLE,
     advance,
     matrix,
-    word,
 )
 
 LN2 = gl.constexpr(0.6931471805599453)

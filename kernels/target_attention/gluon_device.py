@@ -66,7 +66,6 @@ DIAGONAL = gl.constexpr(29)
 of own rows: 2 words."""
 SPACE = gl.constexpr(31)
 """Where the rows come from: 0: target rows, 1: own rows."""
-WORDS = gl.constexpr(32)
 
 
 @gluon.jit
@@ -92,10 +91,3 @@ def matrix(memory, R: gl.constexpr, C: gl.constexpr):
     """A TMA box with dims of size 1 as [R, C]: the bytes lie in the same places."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([R, C], memory.dtype)
     return viewed(memory, memory.dtype, [R, C], layout)
-
-
-@gluon.jit
-def word(board, b, which):
-    """A word of board b, for every thread."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.sum(board.index(b * WORDS + which).load(layout), 0)

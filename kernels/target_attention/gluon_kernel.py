@@ -8,13 +8,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ikbo_tree.kernels.target_attention.gluon_boards import FLAT, WORDS
 from ikbo_tree.kernels.target_attention.gluon_consumer import consumer
-from ikbo_tree.kernels.target_attention.gluon_device import WORDS
 from ikbo_tree.kernels.target_attention.gluon_producer import producer
 from ikbo_tree.kernels.target_attention.gluon_scheduler import scheduler
 from ikbo_tree.kernels.target_attention.triton_device import COUNTS, MAPS
-
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit

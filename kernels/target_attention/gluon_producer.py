@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ikbo_tree.kernels.common.gluon_lib import tma_load
+from ikbo_tree.kernels.target_attention.gluon_boards import word
 from ikbo_tree.kernels.target_attention.gluon_device import (
     BLOCKS,
     HALF,
@@ -20,7 +21,6 @@ from ikbo_tree.kernels.target_attention.gluon_device import (
     SPACE,
     START,
     advance,
-    word,
 )
 
 

@@ -32,8 +32,6 @@ from ikbo_tree.kernels.target_attention.gluon_rows import (
     key_span,
 )
 
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
 
 @gluon.jit
 def _store_nothing(o_ptr, lse_ptr, row, rows, head, lse, H, D: gl.constexpr, DP: gl.constexpr):

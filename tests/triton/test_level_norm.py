@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from segment_trees import CONTRACTS, DTYPES, TREES
 
 from ikbo_tree import BroadcastTree, implementation
 from ikbo_tree.kernels.common.config import segment_tile
@@ -16,33 +17,13 @@ from ikbo_tree.kernels.level_norm.op import level_norm
 from ikbo_tree.ops.norms import layer_norm, rms_norm
 from ikbo_tree.testing import check_op
 from ikbo_tree.testing.cases_composed import flat_norm
-from ikbo_tree.testing.checks import CHECKS
 from ikbo_tree.testing.strategies import trees
 
-# "reference" asks nothing of the implementation under test.
-CONTRACTS = [name for name in CHECKS if name != "reference"]
 OPS = ("layer_norm", "rms_norm")
-DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-
-
-def uneven():
-    return BroadcastTree.from_counts({"vendor": [2, 0, 1], "item": [3, 150, 2]}, root="user")
-
-
-def shuffled():
-    """Unsorted, with dead rows and a table."""
-    maps = {"vendor": [1, 0, 1], "item": [2, 0, 0, 1, 2, 2, 0]}
-    spare = {"user": 5, "vendor": 4, "item": 9}
-    tree = BroadcastTree.from_parents(maps, root="user", root_rows=3, capacity=spare)
-    return tree.with_table("brand", of="item", index=[2, 0, 2, 2, 1, 0, 2], rows=4, capacity=6)
-
-
-def childless():
-    return BroadcastTree.from_counts({"vendor": [0, 0], "item": []}, root="user")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("make", [uneven, shuffled, childless])
+@pytest.mark.parametrize("make", TREES)
 @pytest.mark.parametrize("op", OPS)
 def test_contracts(op, make, dtype, device):
     tree = make()

@@ -3,6 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from segment_trees import CONTRACTS, DTYPES, TREES
 
 from ikbo_tree import BroadcastTree
 from ikbo_tree.kernels.common.config import segment_tile
@@ -11,11 +12,8 @@ from ikbo_tree.kernels.common.triton_lib import INTERPRETED
 from ikbo_tree.kernels.common.triton_segments import segment_sum
 from ikbo_tree.ops.segments import broadcast, reduce, segment_softmax
 from ikbo_tree.testing.check import check_op
-from ikbo_tree.testing.checks import CHECKS
 from ikbo_tree.testing.strategies import trees
 
-# "reference" asks nothing of the implementation under test.
-CONTRACTS = [name for name in CHECKS if name != "reference"]
 OPS = ("broadcast", "reduce", "segment_softmax")
 
 
@@ -24,27 +22,7 @@ def gpu_only(*values):
     return [pytest.param(value, marks=pytest.mark.gpu) for value in values]
 
 
-DTYPES = [torch.float32, torch.float16, *gpu_only(torch.bfloat16)]
 REDUCTIONS = ("sum", "mean", "max", "min", "logsumexp")
-
-
-def uneven():
-    return BroadcastTree.from_counts({"vendor": [2, 0, 1], "item": [3, 150, 2]}, root="user")
-
-
-def shuffled():
-    """Unsorted, with dead rows and a table."""
-    maps = {"vendor": [1, 0, 1], "item": [2, 0, 0, 1, 2, 2, 0]}
-    spare = {"user": 5, "vendor": 4, "item": 9}
-    tree = BroadcastTree.from_parents(maps, root="user", root_rows=3, capacity=spare)
-    return tree.with_table("brand", of="item", index=[2, 0, 2, 2, 1, 0, 2], rows=4, capacity=6)
-
-
-def childless():
-    return BroadcastTree.from_counts({"vendor": [0, 0], "item": []}, root="user")
-
-
-TREES = (uneven, shuffled, childless)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from segment_trees import CONTRACTS, DTYPES, childless, shuffled, uneven
 
 from ikbo_tree import BroadcastTree, Memory, implementation
 from ikbo_tree.kernels.common.errors import UnsupportedError
@@ -11,28 +12,11 @@ from ikbo_tree.kernels.common.triton_lib import INTERPRETED
 from ikbo_tree.kernels.silu_attention import triton_kernel
 from ikbo_tree.ops.silu_attention import silu_attention
 from ikbo_tree.testing import check_op
-from ikbo_tree.testing.checks import CHECKS
 from ikbo_tree.testing.strategies import trees
 
-# "reference" asks nothing of the implementation under test.
-CONTRACTS = [name for name in CHECKS if name != "reference"]
-DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
-
-def uneven():
-    return BroadcastTree.from_counts({"vendor": [2, 0, 1], "item": [3, 9, 2]}, root="user")
-
-
-def shuffled():
-    """Unsorted, with dead rows and a table."""
-    maps = {"vendor": [1, 0, 1], "item": [2, 0, 0, 1, 2, 2, 0]}
-    spare = {"user": 5, "vendor": 4, "item": 9}
-    tree = BroadcastTree.from_parents(maps, root="user", root_rows=3, capacity=spare)
-    return tree.with_table("brand", of="item", index=[2, 0, 2, 2, 1, 0, 2], rows=4, capacity=6)
-
-
-def childless():
-    return BroadcastTree.from_counts({"vendor": [0, 0], "item": []}, root="user")
+def small():
+    return uneven(9)
 
 
 def check(tree, dtype, seed, device):
@@ -44,7 +28,7 @@ def check(tree, dtype, seed, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("make", [uneven, shuffled, childless])
+@pytest.mark.parametrize("make", [small, shuffled, childless])
 def test_contracts(make, dtype, device):
     for seed in range(1, 2 if INTERPRETED else 30):
         check(make(), dtype, seed, device)
